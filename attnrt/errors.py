@@ -99,7 +99,13 @@ class CompileError(AttnrtError):
     """A kernel did not compile; ``log`` is the compiler's text, ``line`` the line of the user's text if known."""
 
     def __init__(
-        self, label: str, rule: str, got: object = None, hint: str = "", log: str = "", line: int | None = None
+        self,
+        label: str,
+        rule: str,
+        got: object = None,
+        hint: str = "",
+        log: str = "",
+        line: int | None = None,
     ) -> None:
         self.log = log
         self.line = line

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one attention layer is: heads, dims, dtypes, variant. Static, hashable, free of any layout or length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attnrt.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from attnrt.variants import Composed
+
+KV_LAYOUTS = ("NHD", "HND")
+DETERMINISM = ("batch", "token", "run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The static description of one attention layer.
+
+    Parameters
+    ----------
+    num_qo_heads, num_kv_heads : int
+        Heads of q and of the KV cache; the first is a multiple of the second (grouped-query attention).
+    head_dim : int
+        Numbers per head of q and k, unpadded.
+    head_dim_vo : int, optional
+        Numbers per head of v and out; None: ``head_dim``.
+    q_dtype, kv_dtype, out_dtype : dtype name or object
+        None for the last two: the same as q.
+    variant : variant or tuple of variants
+        Applied in order; None: ``full()``.
+    sm_scale : float, optional
+        Factor on q.k; None: ``1 / sqrt(head_dim)``. With ``shared_kv`` it must be given.
+    kv_layout : {"NHD", "HND"}
+        Order of the axes of a paged cache, (page, token, head, dim) or (page, head, token, dim).
+    shared_kv : bool
+        V is the first ``head_dim_vo`` numbers of K's row (multi-head latent attention).
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_vo: int | None = None
+    q_dtype: Any = "bfloat16"
+    kv_dtype: Any = None
+    out_dtype: Any = None
+    variant: Any = None
+    sm_scale: float | None = None
+    kv_layout: str = "NHD"
+    shared_kv: bool = False
+
+    def __post_init__(self) -> None:
+        from attnrt.dtypes import dtype_name
+        from attnrt.variants import compose
+
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
+            put(name, _positive(name, getattr(self, name)))
+        put(
+            "head_dim_vo",
+            _positive("head_dim_vo", self.head_dim if self.head_dim_vo is None else self.head_dim_vo),
+        )
+        if self.num_qo_heads % self.num_kv_heads:
+            raise ArgumentError(
+                "num_qo_heads",
+                "must be a multiple of num_kv_heads",
+                f"{self.num_qo_heads} and {self.num_kv_heads}",
+                "Every KV head serves the same number of query heads.",
+            )
+        put("q_dtype", dtype_name(self.q_dtype))
+        put("kv_dtype", self.q_dtype if self.kv_dtype is None else dtype_name(self.kv_dtype))
+        put("out_dtype", self.q_dtype if self.out_dtype is None else dtype_name(self.out_dtype))
+        put("variant", compose(self.variant))
+        if self.kv_layout not in KV_LAYOUTS:
+            raise ArgumentError("kv_layout", "must be 'NHD' or 'HND'", repr(self.kv_layout))
+        if self.shared_kv and self.head_dim_vo > self.head_dim:
+            raise ArgumentError("head_dim_vo", "must not exceed head_dim with shared_kv", self.head_dim_vo)
+        if self.sm_scale is None:
+            if self.shared_kv:
+                raise ArgumentError(
+                    "sm_scale",
+                    "must be given with shared_kv",
+                    None,
+                    "The absorbed head_dim is not the model's own.",
+                )
+            put("sm_scale", 1.0 / math.sqrt(self.head_dim))
+        else:
+            put("sm_scale", _finite("sm_scale", self.sm_scale))
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def composed(self) -> Composed:
+        """The variants as one composed value."""
+        return self.variant
+
+
+def _positive(name: str, value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
+        raise ArgumentError(name, "must be an integer of at least 1", repr(value))
+    return int(value)
+
+
+def _finite(name: str, value: object) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ArgumentError(name, "must be a number", repr(value)) from None
+    if not math.isfinite(number):
+        raise ArgumentError(name, "must be finite", number)
+    return number

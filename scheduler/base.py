@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values between an index and a backend: what a backend tells the planner, and what the planner tells a backend.
+
+The fold is fixed, the split is free (docs/design.md section 4). A ``Ruler`` fixes the leaves, so numbers never depend on a
+plan; a ``Plan`` says which worker computes which leaves and where their states go, so time does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from attnrt.formats.base import Index
+    from attnrt.spec import AttentionSpec
+
+__all__ = [
+    "DIRECT",
+    "MERGE_FIELDS",
+    "WORK_FIELDS",
+    "MergeList",
+    "NumericClass",
+    "Plan",
+    "Ruler",
+    "Scheduler",
+    "Traits",
+    "WorkList",
+]
+
+#: Destination of an item that holds whole rows: it finishes them and writes out and lse itself.
+DIRECT = -1
+
+#: Columns of ``WorkList.items``.
+WORK_FIELDS = (
+    "part",  # index part
+    "row",  # block row of that part
+    "q_begin",  # first query, into the part's qo_index / request / qo_pos (absolute, within qo_indptr[row:row + 2])
+    "q_end",  # one past the last query
+    "head_begin",  # first KV head
+    "head_end",  # one past the last KV head
+    "kv_begin",  # first key, offset in the request; what the item need not look at is already cut off
+    "kv_end",  # one past the last key
+    "leaf_begin",  # leaf of kv_begin, by index in the request
+    "leaf_end",  # one past the leaf of kv_end - 1 (= leaf_begin for an empty item)
+    "slot",  # first partial slot, or DIRECT
+    "klass",  # numeric class, an index into Traits.classes
+    "fold",  # 1: the run starts at the rows' first leaf, fold all leaves into one state; 0: one state per leaf
+    "cost",  # the scheduler's cost, rounded; for stats and pictures
+)
+
+#: Columns of ``MergeList.rows``.
+MERGE_FIELDS = (
+    "qo_row",  # row of q, out and lse
+    "head_begin",  # first KV head
+    "head_end",  # one past the last KV head
+    "slot_begin",  # into MergeList.slots / leaves
+    "slot_end",  # equal to slot_begin: an empty set, out = 0 and lse = -inf
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruler:
+    """Leaf boundaries as a pure function of a key's offset in its request.
+
+    Attributes
+    ----------
+    steps : tuple of (count, size)
+        ``count`` leaves of ``size`` keys, in order.
+    tail : int
+        Size of every leaf after the steps.
+    """
+
+    steps: tuple[tuple[int, int], ...] = ()
+    tail: int = 1 << 30
+
+    def leaf_of(self, offset: int) -> int:
+        """Leaf that holds the key at ``offset`` (>= 0)."""
+        leaf = 0
+        for count, size in self.steps:
+            if offset < count * size:
+                return leaf + offset // size
+            offset -= count * size
+            leaf += count
+        return leaf + offset // self.tail
+
+    def start(self, leaf: int) -> int:
+        """Offset of the first key of ``leaf``."""
+        offset = 0
+        for count, size in self.steps:
+            if leaf < count:
+                return offset + leaf * size
+            offset += count * size
+            leaf -= count
+        return offset + leaf * self.tail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericClass:
+    """All that decides a row's bits besides its data: one instruction family, tile and ruler.
+
+    Attributes
+    ----------
+    name : str
+    max_rows : int or None
+        The class takes requests with ``qo_len * group <= max_rows`` (None: all). Classes are listed in rising order and the
+        first that fits takes the request.
+    kv_tile : int
+        Keys per tile; tiles start at multiples of it from the start of their leaf.
+    q_tile : int
+        Most query-head rows (queries * group) per item; changes time, never bits.
+    ruler : Ruler
+    """
+
+    name: str
+    max_rows: int | None
+    kv_tile: int
+    q_tile: int
+    ruler: Ruler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """A backend's pure answer to the planner.
+
+    Attributes
+    ----------
+    name : str
+    num_workers : int
+        Persistent workers (CTAs, threads) that take items.
+    classes : tuple of NumericClass
+    alpha, beta, fixed : float
+        Cost of an item of one KV head, ``fixed + alpha * query rows + beta * keys`` in any one unit, summed over heads (Algorithm 1 of the FlashInfer paper).
+    beta_rows : float
+        Cost per (query row, key) pair: compute-bound items.
+    max_partial_slots : int
+        Row slots for partial states; when they run out the planner stops cutting.
+    split_heads : bool
+        Whether items may take a range of KV heads.
+    """
+
+    name: str
+    num_workers: int
+    classes: tuple[NumericClass, ...]
+    alpha: float = 0.0
+    beta: float = 1.0
+    beta_rows: float = 0.0
+    fixed: float = 0.0
+    max_partial_slots: int = 1 << 20
+    split_heads: bool = True
+
+    @staticmethod
+    def of(name: str, num_workers: int | None = None) -> Traits:
+        """Traits of a known machine ("h200", "a100", "cpu"), for plans made without it."""
+        from attnrt.scheduler.machines import traits_of
+
+        return traits_of(name, num_workers)
+
+    def class_of(self, rows: int) -> int:
+        """Index of the class that takes a request of ``rows = qo_len * group``."""
+        for i, klass in enumerate(self.classes):
+            if klass.max_rows is None or rows <= klass.max_rows:
+                return i
+        raise AssertionError("the last class takes all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkList:
+    """Items in the order in which workers take them: worker w has ``worker_indptr[w] : worker_indptr[w + 1]``.
+
+    ``items`` is int32 [num_items, len(WORK_FIELDS)], C-contiguous; ``worker_indptr`` int32 [num_workers + 1]. Each field of
+    WORK_FIELDS is also a column view, ``work["slot"]``.
+
+    Partial state of query i of an item (counted from q_begin) and its state k (0 if ``fold``, else the leaf counted from
+    leaf_begin) lies in slot ``slot + k * (q_end - q_begin) + i``; an item writes the heads of its range there.
+    """
+
+    items: np.ndarray
+    worker_indptr: np.ndarray
+
+    def __getitem__(self, field: str) -> np.ndarray:
+        return self.items[:, WORK_FIELDS.index(field)]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MergeList:
+    """Rows that no single item finishes: fold ``slots[slot_begin:slot_end]`` in order, finish, write.
+
+    ``rows`` int32 [num_merges, len(MERGE_FIELDS)]; ``slots`` int32 [entries]; ``leaves`` int32 [entries], first leaf of each
+    state (the pairwise tree reads it). Rows padded past the index's queries are entries without slots.
+    """
+
+    rows: np.ndarray
+    slots: np.ndarray
+    leaves: np.ndarray
+
+    def __getitem__(self, field: str) -> np.ndarray:
+        return self.rows[:, MERGE_FIELDS.index(field)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """A schedule of one index under one spec. Immutable; loads into any Attention of that spec.
+
+    Attributes
+    ----------
+    spec : AttentionSpec
+    index : Index
+        As the user gave it.
+    parts : tuple of BlockSparse
+        What the kernels read: the index's parts, cut at leaf boundaries (scheduler/align.py).
+    traits : Traits
+    work : WorkList
+    merge : MergeList
+    num_slots : int
+        Partial slots used; each holds float32 (m, l) [num_qo_heads] and acc [num_qo_heads, head_dim_vo].
+    num_rows : int
+        Rows of q and out that a run must bring: the index's, or pad_to.
+    tree : {"sequential", "pairwise"}
+    deterministic : {"batch", "token", "run"}
+    """
+
+    spec: AttentionSpec
+    index: Index
+    parts: tuple[Any, ...]
+    traits: Traits
+    work: WorkList
+    merge: MergeList
+    num_slots: int
+    num_rows: int
+    tree: str = "sequential"
+    deterministic: str = "batch"
+
+    @property
+    def digest(self) -> str:
+        """sha256 over every array of the plan, hex: same lengths, same plan, same digest."""
+        from attnrt.scheduler.report import digest
+
+        return digest(self)
+
+    def stats(self) -> dict[str, float]:
+        """Makespan, mean, max/mean of the workers' cost, items, partial bytes."""
+        from attnrt.scheduler.report import stats
+
+        return stats(self)
+
+    def trace(self, path: str) -> None:
+        """Write the schedule as Chrome trace-event JSON."""
+        from attnrt.scheduler.report import trace
+
+        trace(self, path)
+
+    def explain(self, row: int, head: int) -> str:
+        """Which items and slots make row ``row``, query head ``head`` of the output, in words."""
+        from attnrt.scheduler.report import explain
+
+        return explain(self, row, head)
+
+
+class Scheduler(Protocol):
+    """Anything with ``assign``; ``cost`` and ``split`` are optional. None of them can change a bit of the result."""
+
+    def assign(self, costs: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
+        """Order and cut the items.
+
+        Parameters
+        ----------
+        costs : float64 [items]
+        num_workers : int
+
+        Returns
+        -------
+        order : int32 [items], a permutation: items in the order workers take them.
+        worker_indptr : int32 [num_workers + 1]
+        """
+        ...
