@@ -122,7 +122,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AppendCall:
-    """Store row i of k and v at ``slots[i]`` (negative: skip); ``rope`` rotates k by ``positions`` first; scales divide before fp8."""
+    """Store row i of k and v at ``slots[i]`` (negative: skip).
+
+    ``rope`` rotates k by ``positions`` first; the scales divide before the cast to fp8 (nearest even, saturated).
+    """
 
     k: TensorView
     v: TensorView | None

@@ -131,7 +131,8 @@ class Traits:
         Persistent workers (CTAs, threads) that take items.
     classes : tuple of NumericClass
     alpha, beta, fixed : float
-        Cost of an item of one KV head, ``fixed + alpha * query rows + beta * keys`` in any one unit, summed over heads (Algorithm 1 of the FlashInfer paper).
+        Cost of an item of one KV head, ``fixed + alpha * query rows + beta * keys`` in any one unit, summed over heads
+        (Algorithm 1 of the FlashInfer paper, arXiv 2501.01005).
     beta_rows : float
         Cost per (query row, key) pair: compute-bound items.
     max_partial_slots : int
