@@ -1,0 +1,739 @@
+// SPDX-License-Identifier: Apache-2.0
+// The array reader: turns anybody's array into one small record, fast enough to do it for every argument of
+// every call. Three ways in, by the array's type (looked up once per type):
+//   exchange   the type carries __dlpack_c_exchange_api__: its C function fills a DLTensor on our stack;
+//   ndarray    NumPy: __array_struct__ (it also carries ml_dtypes, which NumPy's DLPack and buffers refuse);
+//   other      everything else, and every array that is not plainly fine, goes to a Python function that takes its
+//              time, reads a capsule through read_capsule() below, and says what is wrong with a typed error.
+// This is an extension module and not a cffi one: cffi releases the interpreter lock around each call and cannot pass
+// objects, and both cost more than the reading itself. It keeps to the limited C API of Python 3.11 (abi3).
+#define PY_SSIZE_T_CLEAN
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030B0000
+#endif
+#include <Python.h>
+#include <structmember.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "dlpack.h"
+
+namespace {
+
+namespace dl = attnrt::dlpack;
+
+constexpr int kMaxDims = 32;
+constexpr int kMaxNumpyDtypes = 64;
+constexpr int kMaxCudaDevices = 64;
+
+// Filled once by setup() and kept for the life of the process; all entries are owned references.
+struct Setup {
+  PyObject* dtypes[32][5];  // by DLPack code and log2(bytes)
+  PyObject* numpy_dtypes[kMaxNumpyDtypes];
+  PyObject* numpy_matches[kMaxNumpyDtypes];
+  int num_numpy_dtypes;
+  PyObject* ndarray;
+  PyTypeObject* view_type;
+  PyObject* slow;      // slow(x, dtype, stream) -> TensorView
+  PyObject* coerce;    // coerce(view, dtype) -> TensorView
+  PyObject* cpu;       // Device
+  PyObject* cuda[kMaxCudaDevices];
+  PyObject* device_of;  // device_of((type, id)) -> Device
+} g;
+
+PyObject *s_dtype, *s_array_struct, *s_requires_grad, *s_is_neg, *s_exchange;
+
+// ---------------------------------------------------------------------------------------------- the view
+
+struct View {
+  PyObject_HEAD unsigned long long ptr;
+  PyObject* shape;
+  PyObject* strides;
+  PyObject* dtype;
+  PyObject* device;
+  PyObject* owner;
+  PyObject* framework;
+  char readonly;
+  char immutable;
+};
+
+PyMemberDef view_members[] = {
+    {"ptr", T_ULONGLONG, offsetof(View, ptr), READONLY, nullptr},
+    {"shape", T_OBJECT_EX, offsetof(View, shape), READONLY, nullptr},
+    {"strides", T_OBJECT_EX, offsetof(View, strides), READONLY, nullptr},
+    {"dtype", T_OBJECT_EX, offsetof(View, dtype), READONLY, nullptr},
+    {"device", T_OBJECT_EX, offsetof(View, device), READONLY, nullptr},
+    {"owner", T_OBJECT_EX, offsetof(View, owner), READONLY, nullptr},
+    {"framework", T_OBJECT_EX, offsetof(View, framework), READONLY, nullptr},
+    {"readonly", T_BOOL, offsetof(View, readonly), READONLY, nullptr},
+    {"immutable", T_BOOL, offsetof(View, immutable), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+int view_traverse(PyObject* self, visitproc visit, void* arg) {
+  View* v = reinterpret_cast<View*>(self);
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(v->owner);
+  return 0;  // the other fields are tuples of ints and interned values: no cycle goes through them
+}
+
+void view_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  View* v = reinterpret_cast<View*>(self);
+  PyTypeObject* type = Py_TYPE(self);
+  Py_CLEAR(v->shape);
+  Py_CLEAR(v->strides);
+  Py_CLEAR(v->dtype);
+  Py_CLEAR(v->device);
+  Py_CLEAR(v->framework);
+  Py_CLEAR(v->owner);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+// Steals shape and strides; the rest is borrowed. NULL with an exception set on failure.
+PyObject* new_view(unsigned long long ptr, PyObject* shape, PyObject* strides, PyObject* dtype, PyObject* device,
+                   PyObject* owner, PyObject* framework, bool readonly, bool immutable) {
+  PyObject* self = (shape && strides) ? PyType_GenericAlloc(g.view_type, 0) : nullptr;
+  if (!self) {
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    return nullptr;
+  }
+  View* v = reinterpret_cast<View*>(self);
+  v->ptr = ptr;
+  v->shape = shape;
+  v->strides = strides;
+  v->dtype = Py_NewRef(dtype);
+  v->device = Py_NewRef(device);
+  v->owner = Py_NewRef(owner);
+  v->framework = Py_NewRef(framework);
+  v->readonly = readonly;
+  v->immutable = immutable;
+  return self;
+}
+
+PyObject* int_tuple(const std::int64_t* values, int n) {
+  PyObject* out = PyTuple_New(n);
+  for (int i = 0; out && i < n; ++i) {
+    PyObject* item = PyLong_FromLongLong(values[i]);
+    if (!item || PyTuple_SetItem(out, i, item) < 0) Py_CLEAR(out);
+  }
+  return out;
+}
+
+// Strides that cannot matter (a dimension of size 1, an array without elements) become what a compact array would
+// have: producers fill them with anything, and kernels would have to special-case alignment and "last stride is 1".
+void canonical_strides(const std::int64_t* shape, std::int64_t* strides, int ndim) {
+  bool empty = false;
+  for (int i = 0; i < ndim; ++i) empty |= shape[i] == 0;
+  std::int64_t next = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    if (empty || shape[i] == 1) strides[i] = next;
+    next = strides[i] * (shape[i] > 0 ? shape[i] : 1);
+  }
+}
+
+int log2_bytes(int bits) {
+  switch (bits) {
+    case 8: return 0;
+    case 16: return 1;
+    case 32: return 2;
+    case 64: return 3;
+    default: return 4;
+  }
+}
+
+PyObject* dtype_of(dl::DataType t) {  // borrowed, or NULL without an exception
+  return (t.lanes == 1 && t.code < 32) ? g.dtypes[t.code][log2_bytes(t.bits)] : nullptr;
+}
+
+PyObject* device_of(dl::Device d) {  // borrowed, or NULL without an exception
+  if (d.type == 1) return g.cpu;
+  if (d.type != 2 || d.id < 0 || d.id >= kMaxCudaDevices) return nullptr;
+  if (!g.cuda[d.id]) {
+    g.cuda[d.id] = PyObject_CallFunction(g.device_of, "((ii))", 2, static_cast<int>(d.id));
+    if (!g.cuda[d.id]) PyErr_Clear();
+  }
+  return g.cuda[d.id];
+}
+
+// ---------------------------------------------------------------------------------------------- per type
+
+enum class Way { kExchange, kNdarray, kOther };
+
+struct TypeInfo {
+  PyObject* type;  // owned
+  Way way;
+  const dl::ExchangeApi* api;
+  PyObject* framework;
+  bool has_grad;
+};
+
+constexpr int kMaxTypes = 64;
+TypeInfo g_types[kMaxTypes];
+int g_num_types = 0;
+
+const TypeInfo kUnknown{nullptr, Way::kOther, nullptr, nullptr, false};
+
+PyObject* framework_name(PyObject* type) {  // new reference; the root of the type's module
+  PyObject* module = PyObject_GetAttrString(type, "__module__");
+  if (!module || !PyUnicode_Check(module)) {
+    PyErr_Clear();
+    Py_XDECREF(module);
+    return PyUnicode_InternFromString("unknown");
+  }
+  PyObject* parts = PyObject_CallMethod(module, "partition", "s", ".");
+  Py_DECREF(module);
+  PyObject* root = parts ? PySequence_GetItem(parts, 0) : nullptr;
+  Py_XDECREF(parts);
+  if (root) PyUnicode_InternInPlace(&root);
+  return root;
+}
+
+const dl::ExchangeApi* exchange_api(PyObject* type) {
+  PyObject* capsule = PyObject_GetAttr(type, s_exchange);
+  if (!capsule) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  auto* api = static_cast<const dl::ExchangeApi*>(PyCapsule_IsValid(capsule, "dlpack_exchange_api")
+                                                      ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+                                                      : nullptr);
+  while (api && api->version.major > 1) api = api->previous;
+  Py_DECREF(capsule);  // the table is static in the framework
+  return (api && api->version.major == 1 && api->tensor_from_object) ? api : nullptr;
+}
+
+const TypeInfo* type_info(PyObject* x) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
+  for (int i = 0; i < g_num_types; ++i)
+    if (g_types[i].type == type) return &g_types[i];
+  if (g_num_types == kMaxTypes) return &kUnknown;
+  TypeInfo info{type, Way::kOther, nullptr, nullptr, false};
+  info.framework = framework_name(type);
+  if (!info.framework) {
+    PyErr_Clear();
+    return &kUnknown;
+  }
+  int is_array = PyObject_IsSubclass(type, g.ndarray);
+  PyObject* has_mask = is_array == 1 ? PyObject_GetAttrString(type, "hardmask") : nullptr;
+  if (is_array == 1 && !has_mask) {
+    info.way = Way::kNdarray;
+  } else if (is_array == 0 && (info.api = exchange_api(type))) {
+    info.way = Way::kExchange;
+  }
+  Py_XDECREF(has_mask);
+  PyErr_Clear();
+  if (info.way == Way::kExchange) {
+    PyObject* grad = PyObject_GetAttr(type, s_requires_grad);
+    info.has_grad = grad != nullptr;
+    Py_XDECREF(grad);
+    PyErr_Clear();
+  }
+  Py_INCREF(type);
+  g_types[g_num_types] = info;
+  return &g_types[g_num_types++];
+}
+
+// ---------------------------------------------------------------------------------------------- the fast ways
+
+// 1: a plain array without gradient or negation pending; 0: let the slow way say; -1: exception.
+int plainly_readable(PyObject* x, const dl::Tensor& t) {
+  PyObject* grad = PyObject_GetAttr(x, s_requires_grad);
+  if (!grad) return -1;
+  bool plain = grad == Py_False;
+  Py_DECREF(grad);
+  if (!plain) return 0;
+  // A lazily negated tensor (torch: x.conj().imag) describes memory with the wrong sign. It is a view of complex
+  // numbers, so all its strides are even: one odd stride spares the method call.
+  for (int i = 0; i < t.ndim; ++i)
+    if (!t.strides || (t.strides[i] & 1)) return 1;
+  PyObject* negated = PyObject_CallMethodObjArgs(x, s_is_neg, nullptr);
+  if (!negated) return -1;
+  plain = negated == Py_False;
+  Py_DECREF(negated);
+  return plain;
+}
+
+struct Raw {  // an array, read; nothing owned
+  unsigned long long ptr;
+  int ndim;
+  std::int64_t shape[kMaxDims];
+  std::int64_t strides[kMaxDims];
+  PyObject* dtype;
+  PyObject* device;
+  bool readonly;
+};
+
+bool finish_raw(Raw& raw, long long itemsize) {
+  bool empty = false;
+  for (int i = 0; i < raw.ndim; ++i) {
+    if (raw.shape[i] < 0) return false;
+    empty |= raw.shape[i] == 0;
+  }
+  if (!empty && (raw.ptr == 0 || raw.ptr % itemsize)) return false;
+  canonical_strides(raw.shape, raw.strides, raw.ndim);
+  return true;
+}
+
+// The two readers return false, with or without an exception, where the slow way must decide.
+bool read_exchange(PyObject* x, const TypeInfo& info, Raw& raw) {
+  dl::Tensor t{};
+  if (info.api->tensor_from_object(x, &t) != 0) return false;
+  if (t.ndim < 0 || t.ndim > kMaxDims) return false;
+  if (info.has_grad && plainly_readable(x, t) != 1) return false;
+  raw.dtype = dtype_of(t.dtype);
+  raw.device = device_of(t.device);
+  if (!raw.dtype || !raw.device) return false;
+  raw.ptr = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
+  raw.ndim = t.ndim;
+  raw.readonly = false;
+  std::int64_t next = 1;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    raw.shape[i] = t.shape[i];
+    raw.strides[i] = t.strides ? t.strides[i] : next;
+    next *= t.shape[i];
+  }
+  return finish_raw(raw, t.dtype.bits / 8);
+}
+
+struct NumpyInterface {  // behind the capsule of __array_struct__, as NumPy's array interface version 3 defines it
+  int two;
+  int nd;
+  char kind;
+  int itemsize;
+  int flags;
+  Py_ssize_t* shape;
+  Py_ssize_t* strides;  // bytes
+  void* data;
+  PyObject* descr;
+};
+
+constexpr int kNpyAligned = 0x100, kNpyNotSwapped = 0x200, kNpyWriteable = 0x400;
+
+PyObject* numpy_dtype(PyObject* x) {  // borrowed match, or NULL
+  PyObject* dtype = PyObject_GetAttr(x, s_dtype);
+  PyObject* match = nullptr;
+  for (int i = 0; dtype && i < g.num_numpy_dtypes; ++i) {
+    if (g.numpy_dtypes[i] == dtype) {
+      match = g.numpy_matches[i];
+      break;
+    }
+  }
+  Py_XDECREF(dtype);
+  return match;
+}
+
+bool read_ndarray(PyObject* x, Raw& raw) {
+  raw.dtype = numpy_dtype(x);
+  if (!raw.dtype) return false;
+  raw.device = g.cpu;
+  PyObject* capsule = PyObject_GetAttr(x, s_array_struct);
+  if (!capsule) return false;
+  auto* a = static_cast<NumpyInterface*>(PyCapsule_GetPointer(capsule, nullptr));
+  bool ok = a && a->two == 2 && a->nd <= kMaxDims && (a->flags & kNpyAligned) && (a->flags & kNpyNotSwapped);
+  if (ok) {
+    raw.ptr = reinterpret_cast<std::uintptr_t>(a->data);
+    raw.ndim = a->nd;
+    raw.readonly = !(a->flags & kNpyWriteable);
+    for (int i = 0; i < a->nd; ++i) {
+      raw.shape[i] = a->shape[i];
+      raw.strides[i] = a->strides[i] / a->itemsize;
+      ok &= a->strides[i] % a->itemsize == 0 || a->shape[i] <= 1;
+    }
+    ok = ok && finish_raw(raw, a->itemsize);
+  }
+  Py_DECREF(capsule);
+  return ok;
+}
+
+// 1: read; 0: not plainly readable; never leaves an exception behind.
+bool read_fast(PyObject* x, const TypeInfo& info, Raw& raw) {
+  bool ok = info.way == Way::kExchange ? read_exchange(x, info, raw)
+            : info.way == Way::kNdarray ? read_ndarray(x, raw)
+                                        : false;
+  if (!ok) PyErr_Clear();
+  return ok;
+}
+
+PyObject* view_of(PyObject* x, PyObject* dtype, PyObject* stream) {
+  if (!g.view_type) {
+    PyErr_SetString(PyExc_RuntimeError, "attnrt._tensor_native is used before attnrt.tensor has set it up");
+    return nullptr;
+  }
+  PyObject* view = nullptr;
+  if (Py_TYPE(x) == g.view_type) {
+    view = Py_NewRef(x);
+  } else {
+    const TypeInfo* info = type_info(x);
+    Raw raw;
+    if (!read_fast(x, *info, raw)) return PyObject_CallFunctionObjArgs(g.slow, x, dtype, stream, nullptr);
+    view = new_view(raw.ptr, int_tuple(raw.shape, raw.ndim), int_tuple(raw.strides, raw.ndim), raw.dtype, raw.device, x,
+                    info->framework, raw.readonly, false);
+  }
+  if (!view || dtype == Py_None || reinterpret_cast<View*>(view)->dtype == dtype) return view;
+  PyObject* out = PyObject_CallFunctionObjArgs(g.coerce, view, dtype, nullptr);
+  Py_DECREF(view);
+  return out;
+}
+
+PyObject* view_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"x", "dtype", "stream", nullptr};
+  PyObject *x, *dtype = Py_None, *stream = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O$O:TensorView", const_cast<char**>(names), &x, &dtype, &stream))
+    return nullptr;
+  return view_of(x, dtype, stream);
+}
+
+PyType_Slot view_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(view_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(view_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(view_traverse)},
+    {Py_tp_members, view_members},
+    {0, nullptr},
+};
+
+PyType_Spec view_spec = {"attnrt._tensor_native.View", sizeof(View), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, view_slots};
+
+// ---------------------------------------------------------------------------------------------- module functions
+
+PyObject* py_view(PyObject*, PyObject* x) { return view_of(x, Py_None, Py_None); }
+
+PyObject* py_views(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  PyObject* out = PyTuple_New(n);
+  for (Py_ssize_t i = 0; out && i < n; ++i) {
+    PyObject* view = view_of(args[i], Py_None, Py_None);
+    if (!view || PyTuple_SetItem(out, i, view) < 0) Py_CLEAR(out);
+  }
+  return out;
+}
+
+// signature(*arrays) -> (key, pointers), or None where one of the arrays needs the slow way. The key is equal for
+// two calls exactly if the arrays agree in everything but their addresses: who has checked it once need not again.
+// Layout per array: dtype and device identities, flags, ndim, then shape and strides as 64-bit integers.
+PyObject* py_signature(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  constexpr int kMaxArrays = 16;
+  constexpr int kMaxWords = 4 + 2 * kMaxDims;
+  if (n > kMaxArrays) {
+    PyErr_Format(PyExc_ValueError, "signature takes at most %d arrays", kMaxArrays);
+    return nullptr;
+  }
+  std::int64_t words[kMaxArrays * kMaxWords];
+  Py_ssize_t used = 0;
+  PyObject* pointers = PyTuple_New(n);
+  for (Py_ssize_t i = 0; pointers && i < n; ++i) {
+    Raw raw;
+    unsigned long long ptr = 0;
+    if (args[i] == Py_None) {
+      words[used++] = 0;
+    } else {
+      const TypeInfo* info = g.view_type ? type_info(args[i]) : &kUnknown;
+      if (!read_fast(args[i], *info, raw)) {
+        Py_DECREF(pointers);
+        Py_RETURN_NONE;
+      }
+      ptr = raw.ptr;
+      words[used++] = reinterpret_cast<std::intptr_t>(raw.dtype);
+      words[used++] = reinterpret_cast<std::intptr_t>(raw.device);
+      words[used++] = reinterpret_cast<std::intptr_t>(info->framework);
+      words[used++] = raw.ndim * 2 + raw.readonly;
+      std::memcpy(words + used, raw.shape, sizeof(std::int64_t) * raw.ndim);
+      used += raw.ndim;
+      std::memcpy(words + used, raw.strides, sizeof(std::int64_t) * raw.ndim);
+      used += raw.ndim;
+    }
+    PyObject* item = PyLong_FromUnsignedLongLong(ptr);
+    if (!item || PyTuple_SetItem(pointers, i, item) < 0) Py_CLEAR(pointers);
+  }
+  if (!pointers) return nullptr;
+  PyObject* key = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(words), used * sizeof(std::int64_t));
+  PyObject* out = key ? PyTuple_New(2) : nullptr;
+  if (!out) {
+    Py_DECREF(pointers);
+    Py_XDECREF(key);
+    return nullptr;
+  }
+  PyTuple_SetItem(out, 0, key);
+  PyTuple_SetItem(out, 1, pointers);
+  return out;
+}
+
+// make(ptr, shape, strides, dtype, device, owner, framework, readonly, immutable) -> TensorView
+// The slow way's constructor: shape and strides are tuples of ints, already checked.
+PyObject* py_make(PyObject*, PyObject* args) {
+  unsigned long long ptr;
+  PyObject *shape, *strides, *dtype, *device, *owner, *framework;
+  int readonly, immutable;
+  if (!PyArg_ParseTuple(args, "KO!O!OOOOpp:make", &ptr, &PyTuple_Type, &shape, &PyTuple_Type, &strides, &dtype, &device,
+                        &owner, &framework, &readonly, &immutable))
+    return nullptr;
+  std::int64_t dims[kMaxDims], steps[kMaxDims];
+  Py_ssize_t ndim = PyTuple_Size(shape);
+  if (ndim > kMaxDims || PyTuple_Size(strides) != ndim) {
+    PyErr_Format(PyExc_ValueError, "shape and strides must have one length, at most %d", kMaxDims);
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < ndim; ++i) {
+    dims[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+    steps[i] = PyLong_AsLongLong(PyTuple_GetItem(strides, i));
+  }
+  if (PyErr_Occurred()) return nullptr;
+  canonical_strides(dims, steps, static_cast<int>(ndim));
+  return new_view(ptr, int_tuple(dims, static_cast<int>(ndim)), int_tuple(steps, static_cast<int>(ndim)), dtype, device,
+                  owner, framework, readonly, immutable);
+}
+
+// ---- capsules in
+
+void release_managed(PyObject* capsule) {
+  auto* m = static_cast<dl::Managed*>(PyCapsule_GetPointer(capsule, "attnrt.dlpack"));
+  if (m && m->deleter) m->deleter(m);
+}
+
+void release_versioned(PyObject* capsule) {
+  auto* m = static_cast<dl::ManagedVersioned*>(PyCapsule_GetPointer(capsule, "attnrt.dlpack_versioned"));
+  if (m && m->deleter) m->deleter(m);
+}
+
+// read_capsule(capsule) -> (ptr, shape, strides | None, code, bits, lanes, device type, device id, readonly, owner)
+// Takes the capsule over: it is renamed, and `owner` calls the producer's deleter when it dies.
+// Raises ValueError if the capsule was taken before or is none of DLPack's.
+PyObject* py_read_capsule(PyObject*, PyObject* capsule) {
+  const bool versioned = PyCapsule_IsValid(capsule, "dltensor_versioned");
+  if (!versioned && !PyCapsule_IsValid(capsule, "dltensor")) {
+    const bool used =
+        PyCapsule_IsValid(capsule, "used_dltensor") || PyCapsule_IsValid(capsule, "used_dltensor_versioned");
+    PyErr_SetString(PyExc_ValueError, used ? "consumed" : "not a DLPack capsule");
+    return nullptr;
+  }
+  void* raw = PyCapsule_GetPointer(capsule, versioned ? "dltensor_versioned" : "dltensor");
+  auto* old = static_cast<dl::Managed*>(raw);
+  auto* now = static_cast<dl::ManagedVersioned*>(raw);
+  if (versioned && now->version.major != 1) {
+    PyErr_Format(PyExc_ValueError, "DLPack version %u", static_cast<unsigned>(now->version.major));
+    return nullptr;  // not consumed: the producer's destructor stays in charge
+  }
+  const dl::Tensor& t = versioned ? now->tensor : old->tensor;
+  if (t.ndim < 0 || t.ndim > kMaxDims) {
+    PyErr_Format(PyExc_ValueError, "%d dimensions", static_cast<int>(t.ndim));
+    return nullptr;
+  }
+  PyObject* shape = int_tuple(t.shape, t.ndim);
+  PyObject* strides = t.strides ? int_tuple(t.strides, t.ndim) : Py_NewRef(Py_None);
+  PyObject* owner = (shape && strides) ? PyCapsule_New(raw, versioned ? "attnrt.dlpack_versioned" : "attnrt.dlpack",
+                                                       versioned ? release_versioned : release_managed)
+                                       : nullptr;
+  if (!owner) {
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    return nullptr;
+  }
+  PyCapsule_SetName(capsule, versioned ? "used_dltensor_versioned" : "used_dltensor");
+  const bool readonly = versioned && (now->flags & dl::kReadOnly);
+  const unsigned long long ptr = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
+  return Py_BuildValue("KNNiiiiiNN", ptr, shape, strides, static_cast<int>(t.dtype.code), static_cast<int>(t.dtype.bits),
+                       static_cast<int>(t.dtype.lanes), static_cast<int>(t.device.type), static_cast<int>(t.device.id),
+                       PyBool_FromLong(readonly), owner);
+}
+
+// ---- capsules out
+
+template <class M>
+struct Export {  // one allocation for the record and its two arrays
+  M managed;
+  std::int64_t dims[2 * kMaxDims];
+  PyObject* owner;
+};
+
+template <class M>
+void delete_export(M* m) {
+  auto* e = static_cast<Export<M>*>(m->context);
+  if (Py_IsInitialized()) {  // any thread, with or without the lock; after the interpreter nothing is left to free
+    PyGILState_STATE state = PyGILState_Ensure();
+    Py_DECREF(e->owner);
+    PyGILState_Release(state);
+  }
+  delete e;
+}
+
+template <class M>
+void unused_export(PyObject* capsule) {
+  constexpr bool versioned = sizeof(M) == sizeof(dl::ManagedVersioned);
+  const char* name = versioned ? "dltensor_versioned" : "dltensor";
+  if (!PyCapsule_IsValid(capsule, name)) return;  // taken over: its consumer deletes
+  auto* m = static_cast<M*>(PyCapsule_GetPointer(capsule, name));
+  m->deleter(m);
+}
+
+template <class M>
+PyObject* export_as(const char* name, const dl::Tensor& t, const std::int64_t* dims, PyObject* owner, bool readonly) {
+  auto* e = new (std::nothrow) Export<M>{};
+  if (!e) return PyErr_NoMemory();
+  std::memcpy(e->dims, dims, sizeof(e->dims));
+  e->managed.tensor = t;
+  e->managed.tensor.shape = e->dims;
+  e->managed.tensor.strides = e->dims + kMaxDims;
+  e->managed.context = e;
+  e->managed.deleter = delete_export<M>;
+  if constexpr (sizeof(M) == sizeof(dl::ManagedVersioned)) {
+    e->managed.version = {1, 1};
+    e->managed.flags = readonly ? dl::kReadOnly : 0;
+  }
+  PyObject* capsule = PyCapsule_New(&e->managed, name, unused_export<M>);
+  if (!capsule) {
+    delete e;
+    return nullptr;
+  }
+  e->owner = Py_NewRef(owner);
+  return capsule;
+}
+
+// export_capsule(view, code, bits, device type, device id, versioned) -> capsule keeping the view alive
+PyObject* py_export_capsule(PyObject*, PyObject* args) {
+  PyObject* object;
+  int code, bits, device_type, device_id, versioned;
+  if (!PyArg_ParseTuple(args, "O!iiiip:export_capsule", g.view_type, &object, &code, &bits, &device_type, &device_id,
+                        &versioned))
+    return nullptr;
+  const View* v = reinterpret_cast<View*>(object);
+  std::int64_t dims[2 * kMaxDims] = {};
+  const Py_ssize_t ndim = PyTuple_Size(v->shape);
+  for (Py_ssize_t i = 0; i < ndim; ++i) {
+    dims[i] = PyLong_AsLongLong(PyTuple_GetItem(v->shape, i));
+    dims[kMaxDims + i] = PyLong_AsLongLong(PyTuple_GetItem(v->strides, i));
+  }
+  dl::Tensor t{};
+  t.data = reinterpret_cast<void*>(static_cast<std::uintptr_t>(v->ptr));
+  t.device = {device_type, device_id};
+  t.ndim = static_cast<std::int32_t>(ndim);
+  t.dtype = {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1};
+  return versioned ? export_as<dl::ManagedVersioned>("dltensor_versioned", t, dims, object, v->readonly)
+                   : export_as<dl::Managed>("dltensor", t, dims, object, v->readonly);
+}
+
+// ---- memory, streams, scans
+
+void free_block(PyObject* capsule) { std::free(PyCapsule_GetPointer(capsule, "attnrt.block")); }
+
+// allocate(nbytes, alignment) -> (ptr, owner). Zero bytes still get an address of their own.
+PyObject* py_allocate(PyObject*, PyObject* args) {
+  Py_ssize_t nbytes, alignment;
+  if (!PyArg_ParseTuple(args, "nn:allocate", &nbytes, &alignment)) return nullptr;
+  void* block = nullptr;
+  const std::size_t size = nbytes > 0 ? static_cast<std::size_t>(nbytes) : 1;
+  if (nbytes < 0 || posix_memalign(&block, static_cast<std::size_t>(alignment), size) != 0) return PyErr_NoMemory();
+  PyObject* owner = PyCapsule_New(block, "attnrt.block", free_block);
+  if (!owner) {
+    std::free(block);
+    return nullptr;
+  }
+  return Py_BuildValue("KN", static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(block)), owner);
+}
+
+// current_stream(x, device type, device id) -> the stream its framework works on, or None where it cannot say
+PyObject* py_current_stream(PyObject*, PyObject* args) {
+  PyObject* x;
+  int device_type, device_id;
+  if (!PyArg_ParseTuple(args, "Oii:current_stream", &x, &device_type, &device_id)) return nullptr;
+  const TypeInfo* info = g.view_type ? type_info(x) : &kUnknown;
+  if (!info->api || !info->api->current_stream) Py_RETURN_NONE;
+  void* stream = nullptr;
+  if (info->api->current_stream(device_type, device_id, &stream) != 0) return nullptr;
+  return PyLong_FromUnsignedLongLong(reinterpret_cast<std::uintptr_t>(stream));
+}
+
+template <class T>
+PyObject* scan(const T* x, Py_ssize_t n) {
+  T low = x[0], high = x[0];
+  Py_ssize_t falls = 0;
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+  }
+  for (Py_ssize_t i = 1; i < n; ++i) falls += x[i] < x[i - 1];
+  return Py_BuildValue("LLO", static_cast<long long>(low), static_cast<long long>(high), falls ? Py_False : Py_True);
+}
+
+// scan(view) -> (smallest, largest, never falls) of a compact, non-empty int32 or int64 host array
+PyObject* py_scan(PyObject*, PyObject* args) {
+  unsigned long long ptr;
+  Py_ssize_t n;
+  int itemsize;
+  if (!PyArg_ParseTuple(args, "Kni:scan", &ptr, &n, &itemsize)) return nullptr;
+  if (n <= 0 || (itemsize != 4 && itemsize != 8)) {
+    PyErr_SetString(PyExc_ValueError, "scan takes a non-empty int32 or int64 array");
+    return nullptr;
+  }
+  const auto address = static_cast<std::uintptr_t>(ptr);
+  return itemsize == 4 ? scan(reinterpret_cast<const std::int32_t*>(address), n)
+                       : scan(reinterpret_cast<const std::int64_t*>(address), n);
+}
+
+// setup(view_type, ndarray, dtypes, numpy dtypes, cpu, device_of, slow, coerce): called once by attnrt.tensor.
+// dtypes: {(code, bits): Dtype}; numpy dtypes: {numpy.dtype: Dtype}.
+PyObject* py_setup(PyObject*, PyObject* args) {
+  PyObject *view_type, *ndarray, *dtypes, *numpy_dtypes, *cpu, *device_of_fn, *slow, *coerce;
+  if (!PyArg_ParseTuple(args, "O!OO!O!OOOO:setup", &PyType_Type, &view_type, &ndarray, &PyDict_Type, &dtypes,
+                        &PyDict_Type, &numpy_dtypes, &cpu, &device_of_fn, &slow, &coerce))
+    return nullptr;
+  PyObject *key, *value;
+  Py_ssize_t pos = 0;
+  while (PyDict_Next(dtypes, &pos, &key, &value)) {
+    int code, bits;
+    if (!PyArg_ParseTuple(key, "ii", &code, &bits)) return nullptr;
+    if (code < 0 || code >= 32 || log2_bytes(bits) == 4) {
+      PyErr_SetString(PyExc_ValueError, "a dtype code or width is out of range");
+      return nullptr;
+    }
+    g.dtypes[code][log2_bytes(bits)] = Py_NewRef(value);
+  }
+  pos = 0;
+  while (PyDict_Next(numpy_dtypes, &pos, &key, &value) && g.num_numpy_dtypes < kMaxNumpyDtypes) {
+    g.numpy_dtypes[g.num_numpy_dtypes] = Py_NewRef(key);
+    g.numpy_matches[g.num_numpy_dtypes++] = Py_NewRef(value);
+  }
+  g.ndarray = Py_NewRef(ndarray);
+  g.cpu = Py_NewRef(cpu);
+  g.device_of = Py_NewRef(device_of_fn);
+  g.slow = Py_NewRef(slow);
+  g.coerce = Py_NewRef(coerce);
+  g.view_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(view_type));
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"setup", py_setup, METH_VARARGS, nullptr},
+    {"view", py_view, METH_O, nullptr},
+    {"views", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_views)), METH_FASTCALL, nullptr},
+    {"signature", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_signature)), METH_FASTCALL, nullptr},
+    {"make", py_make, METH_VARARGS, nullptr},
+    {"read_capsule", py_read_capsule, METH_O, nullptr},
+    {"export_capsule", py_export_capsule, METH_VARARGS, nullptr},
+    {"allocate", py_allocate, METH_VARARGS, nullptr},
+    {"current_stream", py_current_stream, METH_VARARGS, nullptr},
+    {"scan", py_scan, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "attnrt._tensor_native", nullptr, -1, methods, nullptr, nullptr,
+                          nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__tensor_native() {
+  s_dtype = PyUnicode_InternFromString("dtype");
+  s_array_struct = PyUnicode_InternFromString("__array_struct__");
+  s_requires_grad = PyUnicode_InternFromString("requires_grad");
+  s_is_neg = PyUnicode_InternFromString("is_neg");
+  s_exchange = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+  PyObject* module = PyModule_Create(&module_def);
+  PyObject* view = PyType_FromSpec(&view_spec);
+  if (!module || !view || PyModule_AddObjectRef(module, "View", view) < 0) return nullptr;
+  Py_DECREF(view);
+  return module;
+}

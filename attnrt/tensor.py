@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorView: anybody's array, read once into a frozen record; and new arrays for the caller or for us.
+
+One type does both ways. `TensorView(x)` reads an array and keeps it alive; `empty` makes one that owns memory of
+ours. Either speaks DLPack and the array interface outwards, so a result of ours can be handed to any framework.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+
+from attnrt import _tensor_native as native
+from attnrt.device import CPU, Device, as_device, device_memory, from_dlpack_device
+from attnrt.dtypes import DTYPES, Dtype, as_dtype
+from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt.reading import coerce, compact_strides, read_slow
+
+__all__ = [
+    "TensorView",
+    "current_stream",
+    "empty",
+    "empty_like_caller",
+    "kv_interleaved",
+    "make_view",
+    "signature",
+    "to_caller",
+    "view",
+    "views",
+]
+
+_ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
+
+
+class TensorView(native.View):
+    """An array of any framework, read once: address, shape, strides, dtype, device. Frozen; keeps the memory alive.
+
+    Parameters
+    ----------
+    x : array
+        NumPy (ml_dtypes too), PyTorch, CuPy, JAX, another view, or anything with ``__dlpack__`` or an array interface.
+    dtype : dtype, optional
+        What the elements must be. An unsigned array of the same width holds their bits (uint8: fp8, uint16: bfloat16
+        or float16).
+    stream : int, optional
+        The stream that will read the array, handed to ``__dlpack__`` of CUDA arrays that are read that way; None: the
+        caller works on the array's own stream.
+
+    Attributes
+    ----------
+    ptr : int
+        Address of element (0, ..., 0), DLPack's byte_offset folded in; 0 only for arrays without elements.
+    shape : tuple of int
+    strides : tuple of int
+        In elements, signed. Where a stride cannot matter (size 1, no elements) it is that of a compact array.
+    dtype : Dtype
+    device : Device
+    readonly : bool
+        The producer forbids writing.
+    immutable : bool
+        The framework's arrays never change (JAX): also readonly.
+    framework : str
+        Root module of the array's type ("numpy", "torch", "cupy", "jax"); "attnrt" for our own memory.
+    owner : object
+        What holds the memory.
+
+    Raises
+    ------
+    DtypeError
+        Not an array, an unknown dtype or byte order, vector lanes, a tracer, or not the dtype asked for.
+    ArgumentError
+        Requires grad, is masked, sparse, sharded, negated, misaligned or deleted, or lies on an unknown device.
+    """
+
+    __slots__ = ()
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Dtype
+    device: Device
+    readonly: bool
+    immutable: bool
+    framework: str
+    owner: Any
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, gaps not counted."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the elements lie one after the other in row-major order."""
+        return self.strides == compact_strides(self.shape)
+
+    def __repr__(self) -> str:
+        note = " readonly" if self.readonly else ""
+        return f"TensorView({self.framework} {self.dtype}{list(self.shape)} strides {self.strides} on {self.device}{note})"
+
+    def numpy(self) -> np.ndarray:
+        """A NumPy array over the same memory (dtypes of ml_dtypes where NumPy has none); CPU only, never a copy.
+
+        Raises
+        ------
+        ArgumentError
+            The memory is not the CPU's.
+        """
+        if self.device is not CPU and self.device.kind != "cpu":
+            raise ArgumentError("array", "must be in CPU memory", self.device, "Copy it to the host first")
+        if type(self.owner) is np.ndarray and self.framework == "numpy":
+            return self.owner if self.owner.dtype is self.dtype.numpy else self.owner.view(self.dtype.numpy)
+        if 0 in self.shape:  # NumPy does not take a null address
+            out = np.empty(self.shape, self.dtype.numpy)
+            out.flags.writeable = not self.readonly
+            return out
+        return np.asarray(_Interface(self)).view(self.dtype.numpy)
+
+    def take(self, axis: int, index: int) -> TensorView:
+        """The sub-view at ``index`` along ``axis``, which goes away; no data moves."""
+        shape, strides = self.shape, self.strides
+        axis = axis + self.ndim if axis < 0 else axis
+        if not 0 <= axis < self.ndim or not 0 <= index < shape[axis]:
+            raise ArgumentError("index", f"must be inside axis {axis} of shape {shape}", index)
+        return make_view(
+            self.ptr + index * strides[axis] * self.dtype.itemsize if self.ptr else 0,
+            shape[:axis] + shape[axis + 1 :],
+            self.dtype,
+            self.device,
+            strides=strides[:axis] + strides[axis + 1 :],
+            owner=self.owner if self.framework != "numpy" else (self.owner,),
+            like=self,
+        )
+
+    # The names of the protocols' methods and arguments are fixed by the array API standard.
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device.dlpack
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[Any, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A DLPack capsule over this memory; see the array API standard for the arguments.
+
+        ``stream`` on CUDA: None or 1 the legacy default stream, 2 the per-thread one, -1 no ordering, else a handle;
+        work that attnrt has enqueued is made to come before what the consumer enqueues there. On the CPU only None.
+        """
+        _order_consumer(self.device, stream)
+        if dl_device is not None and from_dlpack_device(dl_device, "dl_device") != self.device:
+            raise ArgumentError(
+                "dl_device", f"must be the array's own, {self.device.dlpack}", tuple(dl_device)
+            )
+        source = self
+        if copy:
+            if self.device.kind != "cpu":
+                raise UnsupportedError(
+                    "copy", "must not be asked of device memory", copy, "Export, then copy there"
+                )
+            source = empty(self.shape, self.dtype)
+            source.numpy()[...] = self.numpy()
+        versioned = max_version is not None and max_version[0] >= 1
+        if source.readonly and not versioned:
+            raise ArgumentError(
+                "max_version",
+                "must be at least (1, 0) to export a read-only array",
+                max_version,
+                "Or pass copy=True",
+            )
+        return native.export_capsule(
+            source, source.dtype.code, source.dtype.bits, *self.device.dlpack, versioned
+        )
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        if self.device.kind != "cpu" or not self.dtype.is_native:
+            raise AttributeError(
+                "__array_interface__"
+            )  # the protocol's way of saying that it cannot be described
+        return _interface(self, self.dtype.numpy.str)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.device.kind != "cuda" or not self.dtype.is_native:
+            raise AttributeError("__cuda_array_interface__")
+        return _interface(self, self.dtype.numpy.str) | {"stream": None}
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            if copy is False:
+                raise ArgumentError("copy", "must not be False where the dtype changes", dtype)
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+
+class _Interface:
+    """What NumPy builds an array from; it becomes the array's base and so keeps the view alive."""
+
+    __slots__ = ("__array_interface__", "view")
+
+    def __init__(self, view: TensorView) -> None:
+        self.view = view
+        self.__array_interface__ = _interface(view, f"<u{view.dtype.itemsize}")
+
+
+def _interface(view: TensorView, typestr: str) -> dict[str, Any]:
+    return {
+        "version": 3,
+        "shape": view.shape,
+        "typestr": typestr,
+        "strides": tuple(s * view.dtype.itemsize for s in view.strides),
+        "data": (view.ptr, view.readonly),
+    }
+
+
+def _order_consumer(device: Device, stream: object) -> None:
+    if device.kind == "cpu":
+        if stream is not None:
+            raise ArgumentError("stream", "must be None for CPU memory", stream)
+        return
+    handle = 1 if stream is None else stream
+    if not isinstance(handle, int) or isinstance(handle, bool) or handle == 0 or handle < -1:
+        raise ArgumentError(
+            "stream",
+            "must be None, 1 (legacy default), 2 (per thread), -1 (no ordering) or a handle",
+            stream,
+            "0 is ambiguous in DLPack",
+        )
+    if handle != -1:
+        device_memory(device).order(device.index, handle)
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+view = native.view
+"""``view(x)``: `TensorView(x)`, a little faster."""
+
+views = native.views
+"""``views(*arrays)``: a tuple of views, one crossing into C for all."""
+
+signature = native.signature
+"""``signature(*arrays)``: (key, addresses) or None.
+
+``key`` (bytes) is equal for two calls exactly if the arrays agree in dtype, device, shape, strides, framework and
+readonly; ``addresses`` is a tuple of int. None among the arrays is allowed (address 0). The whole answer is None where
+one of the arrays is not plainly readable: then use `TensorView`, which reads it or says why not.
+"""
+
+
+def make_view(
+    ptr: int,
+    shape: tuple[int, ...],
+    dtype: object,
+    device: object = None,
+    *,
+    strides: tuple[int, ...] | None = None,
+    owner: object = None,
+    readonly: bool = False,
+    like: TensorView | None = None,
+) -> TensorView:
+    """A view of memory that is known by its address.
+
+    Parameters
+    ----------
+    ptr : int
+        Address of the first element.
+    shape, strides : tuple of int
+        Strides in elements; None: compact.
+    owner : object
+        Kept alive as long as the view.
+    like : TensorView, optional
+        Where framework, readonly and immutable come from; None: "attnrt", ``readonly``, False.
+    """
+    return native.make(
+        *(ptr, tuple(shape), compact_strides(shape) if strides is None else tuple(strides)),
+        *(as_dtype(dtype), as_device(device), owner),
+        *((like.framework, like.readonly, like.immutable) if like else ("attnrt", readonly, False)),
+    )
+
+
+def current_stream(x: Any) -> int | None:
+    """The handle of the stream on which the framework of a CUDA array ``x`` works now; None where nobody can say.
+
+    PyTorch is asked through its DLPack exchange table (no import), CuPy through its current stream. 0 is the legacy
+    default stream. JAX has streams of its own that it does not show.
+    """
+    source = view(x)
+    if source.device.kind == "cpu":
+        return None
+    owner = x if type(x) is not TensorView else x.owner
+    found = native.current_stream(owner, *source.device.dlpack)
+    if found is not None:
+        return found
+    if source.framework == "cupy":
+        return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+    if source.framework == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(source.device.index).cuda_stream)
+    return None
+
+
+def kv_interleaved(x: Any, axis: int = 1, dtype: object = None) -> tuple[TensorView, TensorView]:
+    """The (k, v) pair of one array that holds both along ``axis``; no data moves.
+
+    Parameters
+    ----------
+    x : array
+        [num_pages, 2, ...] for axis 1, [2, num_pages, ...] for axis 0.
+
+    Raises
+    ------
+    ArgumentError
+        The axis is not of size 2.
+    """
+    both = TensorView(x, dtype)
+    if not -both.ndim <= axis < both.ndim or both.shape[axis] != 2:
+        raise ArgumentError("kv", f"must have size 2 along axis {axis}", both.shape, "K at 0, V at 1")
+    return both.take(axis, 0), both.take(axis, 1)
+
+
+# ------------------------------------------------------------------------------------------------- new arrays
+
+
+def empty(shape: int | tuple[int, ...], dtype: object = "float32", device: object = None) -> TensorView:
+    """New memory of ours, not initialised, as a view that owns it.
+
+    Parameters
+    ----------
+    shape : int or tuple of int
+    dtype : dtype
+    device : device, optional
+        None: the CPU. CUDA memory comes from the CUDA backend that is loaded.
+
+    Returns
+    -------
+    TensorView
+        Row-major and compact; 64-byte aligned on the CPU, 256-byte on CUDA.
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+    if any(n < 0 for n in shape):
+        raise ArgumentError("shape", "must have sizes of at least 0", shape)
+    kind, place = as_dtype(dtype), as_device(device)
+    nbytes = math.prod(shape) * kind.itemsize
+    if place.kind == "cpu":
+        ptr, owner = native.allocate(nbytes, _ALIGNMENT)
+    else:
+        ptr, owner = device_memory(place).allocate(nbytes, place.index)
+    return native.make(ptr, shape, compact_strides(shape), kind, place, owner, "attnrt", False, False)
+
+
+def empty_like_caller(like: TensorView, shape: tuple[int, ...], dtype: object) -> Any:
+    """A new array for a result, in the framework and on the device of the caller's array ``like``.
+
+    Returns
+    -------
+    array
+        NumPy, torch or CuPy's own; memory of ours for every other framework, which `to_caller` turns into the
+        caller's once it is written.
+    """
+    kind = as_dtype(dtype)
+    maker = _MAKERS.get(like.framework)
+    if maker is None:
+        return empty(shape, kind, like.device)
+    return maker(like, tuple(shape), kind)
+
+
+def _empty_numpy(like: TensorView, shape: tuple[int, ...], dtype: Dtype) -> Any:
+    return np.empty(shape, dtype.numpy)
+
+
+def _empty_torch(like: TensorView, shape: tuple[int, ...], dtype: Dtype) -> Any:
+    torch = sys.modules["torch"]
+    return torch.empty(shape, dtype=getattr(torch, dtype.name), device=str(like.device))
+
+
+def _empty_cupy(like: TensorView, shape: tuple[int, ...], dtype: Dtype) -> Any:
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(like.device.index):
+        try:
+            return cupy.empty(shape, dtype.numpy)
+        except (TypeError, ValueError):  # a CuPy without this type: the bits in an unsigned array
+            return cupy.empty(shape, f"uint{dtype.bits}")
+
+
+_MAKERS = {"numpy": _empty_numpy, "torch": _empty_torch, "cupy": _empty_cupy}
+
+
+def to_caller(result: Any, framework: str) -> Any:
+    """Hand a written result to the caller: an array of ours becomes a JAX array; others are what they should be.
+
+    Parameters
+    ----------
+    result : array
+        From `empty_like_caller`.
+    framework : str
+        ``view.framework`` of the array it was made like.
+    """
+    if type(result) is not TensorView or framework not in ("jax", "numpy", "torch"):
+        return result
+    if framework == "numpy":
+        return result.numpy()
+    if framework == "torch":
+        return sys.modules["torch"].from_dlpack(result)
+    return sys.modules["jax"].numpy.from_dlpack(result)
+
+
+def _setup() -> None:
+    native.setup(
+        TensorView,
+        np.ndarray,
+        {(d.code, d.bits): d for d in DTYPES.values()},
+        {d.numpy: d for d in DTYPES.values()},
+        CPU,
+        from_dlpack_device,
+        read_slow,
+        coerce,
+    )
+
+
+_setup()
