@@ -15,11 +15,14 @@ pool. Three numbers follow from ``j`` and nothing else decides anything:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-__all__ = ["BlockSparse", "Composite", "Features", "Index", "Requests"]
+if TYPE_CHECKING:
+    from attnrt.formats.dense import Dense
+
+__all__ = ["HOLE", "BlockSparse", "Composite", "Features", "Index", "Requests"]
 
 #: A block id that stands for no block: its keys count in offsets and positions and are never seen.
 HOLE = -1
@@ -139,6 +142,26 @@ class BlockSparse:
         """The index as a tuple of parts, so that flat and composite are read by one loop."""
         return (self,)
 
+    def check(self, full: bool = False) -> None:
+        """Raise unless every invariant holds; ``full`` looks at every entry (keys listed twice, holes, masks, offsets)."""
+        from attnrt.formats.check import check
+
+        check(self, full=full)
+
+    def to_dense(self, num_slots: int | None = None) -> Dense:
+        """Visibility, positions and offsets as matrices [heads, num_qo, num_slots] (formats/dense.py)."""
+        from attnrt.formats.dense import to_dense
+
+        return to_dense(self, num_slots)
+
+    def gather(
+        self, kv: Any, row: int, head: int = 0, kv_layout: str = "NHD"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """K and V rows, in order, that row ``row`` of q sees under KV head ``head``."""
+        from attnrt.formats.dense import gather
+
+        return gather(self, kv, row, head, kv_layout)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Composite:
@@ -163,6 +186,26 @@ class Composite:
     def page_size(self) -> int:
         """Tokens per page of the cache: the largest C of the parts."""
         return max(part.block_size[1] for part in self.parts)
+
+    def check(self, full: bool = False) -> None:
+        """Raise unless every invariant holds; ``full`` looks at every entry (keys listed twice, holes, masks, offsets)."""
+        from attnrt.formats.check import check
+
+        check(self, full=full)
+
+    def to_dense(self, num_slots: int | None = None) -> Dense:
+        """Visibility, positions and offsets as matrices [heads, num_qo, num_slots] (formats/dense.py)."""
+        from attnrt.formats.dense import to_dense
+
+        return to_dense(self, num_slots)
+
+    def gather(
+        self, kv: Any, row: int, head: int = 0, kv_layout: str = "NHD"
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """K and V rows, in order, that row ``row`` of q sees under KV head ``head``."""
+        from attnrt.formats.dense import gather
+
+        return gather(self, kv, row, head, kv_layout)
 
 
 Index = BlockSparse | Composite
