@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the compiled parts. In a checkout: ``python setup.py build_ext --inplace`` puts all of them where Python
-finds them (through the links attnrt/backends and so on), which is all that a PYTHONPATH=. run needs.
+"""Builds the compiled parts. In a checkout: ``python setup.py build_ext --inplace`` puts all of them where
+Python finds them (through the links attnrt/backends and so on), which is all that a PYTHONPATH=. run needs.
 
 All are C++17 under the stable ABI of Python 3.11: one wheel serves every later Python.
 """

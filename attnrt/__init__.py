@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """attnrt: attention over any KV-cache layout. Index builders, plans, pluggable backends; see docs/design.md.
 
-Names are loaded when first used, so that ``import attnrt`` costs next to nothing and needs no GPU, compiler or
-framework.
+Names are loaded when first used, so that ``import attnrt`` costs next to nothing and needs no GPU, compiler
+or framework.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _HOMES = {
     "merge": ("merge_state", "merge_states"),
     "spec": ("AttentionSpec",),
     "workspace": ("Limits", "Workspace"),
-    "scheduler": ("make_plan",),
-    "backends": ("Traits",),
+    "scheduler": ("Traits", "make_plan"),
     "api": ("Attention", "attention", "warmup"),
 }
 _MODULES = (
@@ -34,15 +33,10 @@ _MODULES = (
 )
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
+__all__ = [  # noqa: PLE0604 - the names are strings, from the table above
     "__version__",
     *sorted(_HOME_OF),
-    "backends",
-    "errors",
-    "formats",
-    "scheduler",
-    "testing",
-    "variants",
+    *("backends", "errors", "formats", "scheduler", "testing", "variants"),
 ]
 
 

@@ -173,7 +173,8 @@ def device_memory(device: Device) -> DeviceMemory:
 
 
 def stream_handle(stream: object, label: str = "stream") -> int:
-    """The integer handle of a stream: an int, or an object with ``__cuda_stream__``, ``cuda_stream`` or ``ptr``.
+    """The integer handle of a stream: an int, or an object with ``__cuda_stream__``, ``cuda_stream`` or
+    ``ptr``.
 
     Raises
     ------

@@ -17,6 +17,7 @@ __all__ = [
     "as_dtype",
     "bfloat16",
     "bool_",
+    "dtype_name",
     "float8_e4m3fn",
     "float8_e5m2",
     "float16",
@@ -160,6 +161,11 @@ def as_dtype(dtype: object, label: str = "dtype") -> Dtype:
     if found is None:
         raise DtypeError(label, "must be a known dtype", _show(dtype), f"Known: {', '.join(DTYPES)}")
     return found
+
+
+def dtype_name(dtype: object, label: str = "dtype") -> str:
+    """The canonical name of anybody's dtype; as `as_dtype`."""
+    return as_dtype(dtype, label).name
 
 
 def _from_name(text: str, allow_alias: bool) -> Dtype | None:

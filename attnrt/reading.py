@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slow way of reading an array: every protocol in turn, and a typed error for each way it can fail.
 
-The compiled reader takes the plain cases (a torch tensor, a NumPy array in order). What it is not sure about comes
-here: arrays that only speak ``__dlpack__`` or an array interface, and all arrays that something is wrong with.
+The compiled reader takes the plain cases (a torch tensor, a NumPy array in order). What it is not sure about
+comes here: arrays that only speak ``__dlpack__`` or an array interface, and all arrays that something is
+wrong with.
 """
 
 from __future__ import annotations
@@ -241,8 +242,8 @@ def _from_dlpack(x: Any, framework: str, stream: object) -> Any:
 
 
 def _stream_argument(framework: str, device: Device, stream: object) -> dict[str, object]:
-    """The ``stream`` to ask with. Reading does not order anything by itself: the caller enqueues on the array's own
-    stream, hence -1 (no synchronisation); JAX refuses -1 and has no stream one could know, so it orders itself."""
+    """The ``stream`` to ask with. Reading does not order anything by itself: the caller enqueues on the
+    array's own stream, hence -1 (no synchronisation); JAX refuses -1 and has no stream one could know, so it orders itself."""
     if device.kind == "cpu":
         return {}
     if stream is not None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorView: anybody's array, read once into a frozen record; and new arrays for the caller or for us.
 
-One type does both ways. `TensorView(x)` reads an array and keeps it alive; `empty` makes one that owns memory of
-ours. Either speaks DLPack and the array interface outwards, so a result of ours can be handed to any framework.
+One type does both ways. `TensorView(x)` reads an array and keeps it alive; `empty` makes one that owns memory
+of ours. Either speaks DLPack and the array interface outwards, so a result of ours can be handed to any
+framework.
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ _ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register
 
 
 class TensorView(native.View):
-    """An array of any framework, read once: address, shape, strides, dtype, device. Frozen; keeps the memory alive.
+    """An array of any framework, read once: address, shape, strides, dtype, device. Frozen; keeps the memory
+    alive.
 
     Parameters
     ----------
     x : array
-        NumPy (ml_dtypes too), PyTorch, CuPy, JAX, another view, or anything with ``__dlpack__`` or an array interface.
+        NumPy (ml_dtypes too), PyTorch, CuPy, JAX, another view, or anything with ``__dlpack__`` or an array
+        interface.
     dtype : dtype, optional
-        What the elements must be. An unsigned array of the same width holds their bits (uint8: fp8, uint16: bfloat16
-        or float16).
+        What the elements must be. An unsigned array of the same width holds their bits (uint8: fp8, uint16:
+        bfloat16 or float16).
     stream : int, optional
-        The stream that will read the array, handed to ``__dlpack__`` of CUDA arrays that are read that way; None: the
-        caller works on the array's own stream.
+        The stream that will read the array, handed to ``__dlpack__`` of CUDA arrays that are read that way;
+        None: the caller works on the array's own stream.
 
     Attributes
     ----------
@@ -72,7 +75,8 @@ class TensorView(native.View):
     DtypeError
         Not an array, an unknown dtype or byte order, vector lanes, a tracer, or not the dtype asked for.
     ArgumentError
-        Requires grad, is masked, sparse, sharded, negated, misaligned or deleted, or lies on an unknown device.
+        Requires grad, is masked, sparse, sharded, negated, misaligned or deleted, or lies on an unknown
+        device.
     """
 
     __slots__ = ()
@@ -112,7 +116,8 @@ class TensorView(native.View):
         return f"TensorView({self.framework} {self.dtype}{list(self.shape)} strides {self.strides} on {self.device}{note})"
 
     def numpy(self) -> np.ndarray:
-        """A NumPy array over the same memory (dtypes of ml_dtypes where NumPy has none); CPU only, never a copy.
+        """A NumPy array over the same memory (dtypes of ml_dtypes where NumPy has none); CPU only, never a
+        copy.
 
         Raises
         ------
@@ -160,8 +165,9 @@ class TensorView(native.View):
     ) -> Any:
         """A DLPack capsule over this memory; see the array API standard for the arguments.
 
-        ``stream`` on CUDA: None or 1 the legacy default stream, 2 the per-thread one, -1 no ordering, else a handle;
-        work that attnrt has enqueued is made to come before what the consumer enqueues there. On the CPU only None.
+        ``stream`` on CUDA: None or 1 the legacy default stream, 2 the per-thread one, -1 no ordering, else a
+        handle; work that attnrt has enqueued is made to come before what the consumer enqueues there. On the
+        CPU only None.
         """
         _order_consumer(self.device, stream)
         if dl_device is not None and from_dlpack_device(dl_device, "dl_device") != self.device:
@@ -259,9 +265,10 @@ views = native.views
 signature = native.signature
 """``signature(*arrays)``: (key, addresses) or None.
 
-``key`` (bytes) is equal for two calls exactly if the arrays agree in dtype, device, shape, strides, framework and
-readonly; ``addresses`` is a tuple of int. None among the arrays is allowed (address 0). The whole answer is None where
-one of the arrays is not plainly readable: then use `TensorView`, which reads it or says why not.
+``key`` (bytes) is equal for two calls exactly if the arrays agree in dtype, device, shape, strides, framework
+and readonly; ``addresses`` is a tuple of int. None among the arrays is allowed (address 0). The whole answer
+is None where one of the arrays is not plainly readable: then use `TensorView`, which reads it or says why
+not.
 """
 
 
@@ -297,10 +304,11 @@ def make_view(
 
 
 def current_stream(x: Any) -> int | None:
-    """The handle of the stream on which the framework of a CUDA array ``x`` works now; None where nobody can say.
+    """The handle of the stream on which the framework of a CUDA array ``x`` works now; None where nobody can
+    say.
 
-    PyTorch is asked through its DLPack exchange table (no import), CuPy through its current stream. 0 is the legacy
-    default stream. JAX has streams of its own that it does not show.
+    PyTorch is asked through its DLPack exchange table (no import), CuPy through its current stream. 0 is the
+    legacy default stream. JAX has streams of its own that it does not show.
     """
     source = view(x)
     if source.device.kind == "cpu":
@@ -403,7 +411,8 @@ _MAKERS = {"numpy": _empty_numpy, "torch": _empty_torch, "cupy": _empty_cupy}
 
 
 def to_caller(result: Any, framework: str) -> Any:
-    """Hand a written result to the caller: an array of ours becomes a JAX array; others are what they should be.
+    """Hand a written result to the caller: an array of ours becomes a JAX array; others are what they should
+    be.
 
     Parameters
     ----------
