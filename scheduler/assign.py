@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who computes what: the built-in schedulers, their registry, and the check on what a scheduler returns.
+
+A scheduler is any object with ``assign(costs, num_workers) -> (order, worker_indptr)``. It may have more:
+
+- ``cost(items) -> float64 [items]``: its own costs of int32 items [n, len(WORK_FIELDS)] instead of the traits';
+- ``split(keys, num_workers) -> float``: the longest run in keys x KV heads, given keys x KV heads of every query tile
+  (float64 [tiles]); ``inf`` never cuts. Without it runs are cut by Algorithm 1;
+- ``split_heads = False``: items keep all KV heads of their list;
+- ``assign_requests(requests, costs, num_workers)``: called instead of ``assign`` where it exists, with each item's request.
+
+None of these can change a bit of the result (docs/determinism.md): they only choose among cuts at leaf boundaries.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Any
+
+import numpy as np
+
+from attnrt.errors import ArgumentError, PlanError
+
+__all__ = ["BUILTIN", "LPT", "OneCtaPerRequest", "RoundRobin", "check_assignment", "find", "split_limit"]
+
+
+class LPT:
+    """Longest first to the least-loaded worker (Algorithm 1 of the FlashInfer paper); ties by item id, then by worker."""
+
+    name = "lpt"
+
+    def assign(self, costs: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
+        by_cost = np.argsort(-costs, kind="stable")
+        heap = [(0.0, worker) for worker in range(num_workers)]
+        taken: list[list[int]] = [[] for _ in range(num_workers)]
+        for item in by_cost.tolist():
+            load, worker = heap[0]
+            taken[worker].append(item)
+            heapq.heapreplace(heap, (load + float(costs[item]), worker))
+        return _pack(taken)
+
+
+class RoundRobin:
+    """Item i on worker i mod num_workers, nothing cut: what a launch of one block per query tile does."""
+
+    name = "round_robin"
+    split_heads = False
+
+    def split(self, keys: np.ndarray, num_workers: int) -> float:
+        return math.inf
+
+    def assign(self, costs: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
+        return _by_worker(np.arange(len(costs)) % num_workers, num_workers)
+
+
+class OneCtaPerRequest:
+    """All items of request i on worker i mod num_workers, nothing cut: the baseline that the paper measures against."""
+
+    name = "one_cta_per_request"
+    split_heads = False
+
+    def split(self, keys: np.ndarray, num_workers: int) -> float:
+        return math.inf
+
+    def assign(self, costs: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
+        return _by_worker(np.arange(len(costs)) % num_workers, num_workers)
+
+    def assign_requests(
+        self, requests: np.ndarray, costs: np.ndarray, num_workers: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return _by_worker(requests % num_workers, num_workers)
+
+
+BUILTIN: dict[str, Any] = {s.name: s for s in (LPT(), RoundRobin(), OneCtaPerRequest())}
+
+
+def find(scheduler: Any) -> Any:
+    """The scheduler of a name, or the object itself if it is one.
+
+    Raises
+    ------
+    ArgumentError
+        Unknown name, or an object without ``assign``.
+    """
+    if isinstance(scheduler, str):
+        if scheduler in BUILTIN:
+            return BUILTIN[scheduler]
+        found = _entry_points().get(scheduler)
+        if found is None:
+            known = ", ".join([*BUILTIN, *_entry_points()])
+            raise ArgumentError("scheduler", f"must be one of {known}, or an object with assign()", repr(scheduler))
+        return found.load()() if isinstance(found.load(), type) else found.load()
+    if not callable(getattr(scheduler, "assign", None)):
+        raise ArgumentError(
+            "scheduler", "must be a name or an object with assign(costs, num_workers)", type(scheduler).__name__
+        )
+    return scheduler
+
+
+def _entry_points() -> dict[str, Any]:
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group="attnrt.schedulers")}
+
+
+def split_limit(scheduler: Any, keys: np.ndarray, num_workers: int) -> float:
+    """Longest run in keys x KV heads: the scheduler's own, else Algorithm 1's ``sum(keys) / num_workers``."""
+    split = getattr(scheduler, "split", None)
+    if split is None:
+        return float(keys.sum()) / num_workers
+    limit = split(keys, num_workers)
+    try:
+        number = float(limit)
+    except (TypeError, ValueError):
+        raise PlanError("scheduler.split", "must return a number", repr(limit)) from None
+    if math.isnan(number) or number <= 0:
+        raise PlanError("scheduler.split", "must return a positive number of keys", number)
+    return number
+
+
+def check_assignment(result: Any, num_items: int, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
+    """What ``assign`` returned, as int32 arrays.
+
+    Raises
+    ------
+    PlanError
+        Not a pair of integer arrays, ``order`` not a permutation, ``worker_indptr`` not rising from 0 to num_items.
+    """
+    try:
+        order, indptr = (np.asarray(a) for a in result)
+    except (TypeError, ValueError):
+        raise PlanError("scheduler.assign", "must return (order, worker_indptr)", type(result).__name__) from None
+    for label, array, length in (("order", order, num_items), ("worker_indptr", indptr, num_workers + 1)):
+        if array.shape != (length,):
+            raise PlanError(f"scheduler.assign: {label}", f"must have shape ({length},)", array.shape)
+        if array.size and array.dtype.kind not in "iu":
+            raise PlanError(f"scheduler.assign: {label}", "must hold integers", array.dtype)
+    if num_items and (order.min() < 0 or order.max() >= num_items or len(np.unique(order)) != num_items):
+        raise PlanError("scheduler.assign: order", f"must be a permutation of 0 .. {num_items - 1}", "another list")
+    if indptr[0] != 0 or indptr[-1] != num_items or np.any(np.diff(indptr.astype(np.int64)) < 0):
+        raise PlanError("scheduler.assign: worker_indptr", f"must rise from 0 to {num_items}", indptr.tolist()[:8])
+    return order.astype(np.int32), indptr.astype(np.int32)
+
+
+def _by_worker(worker: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
+    order = np.argsort(worker, kind="stable").astype(np.int32)
+    counts = np.bincount(worker, minlength=num_workers) if len(worker) else np.zeros(num_workers, np.int64)
+    return order, np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+
+
+def _pack(taken: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    order = np.asarray([item for items in taken for item in items], np.int32)
+    return order, np.cumsum([0, *(len(items) for items in taken)]).astype(np.int32)

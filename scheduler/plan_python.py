@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner in readable form: the oracle of the C++ planner, and the one that runs custom schedulers.
+
+Six steps: (1) cut block rows into query tiles of one numeric class and find the keys each tile may see; (2) find which tiles
+hold all keys of their rows; (3) for each way to share KV heads among items, cut long runs of keys at leaf boundaries
+(Algorithm 1 of the FlashInfer paper, arXiv 2501.01005) while partial slots last; (4) cost and assign; (5) keep the best;
+(6) list the rows that must merge. Only 3 to 5 know about workers, and nothing in them can change a bit: every run ends at a
+leaf boundary, and states fold in leaf order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnrt.errors import LimitError, PlanError
+from attnrt.scheduler.assign import check_assignment, split_limit
+from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, WorkList
+from attnrt.scheduler.problem import Problem, visible_range
+
+__all__ = ["GOOD_BALANCE", "MANY_ITEMS", "plan_python"]
+
+#: Stop looking for a better split of heads once nothing was cut and the longest worker is within this factor of the mean.
+GOOD_BALANCE = 1.05
+
+#: Nor go on once items outnumber workers by this factor: finer items could not gain much, and planning takes time.
+MANY_ITEMS = 4
+
+_INT32_MAX = (1 << 31) - 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Tile:
+    """Queries of one block row and class that share a work item, and the keys they may see (offsets in the request)."""
+
+    part: int
+    row: int
+    q_begin: int
+    q_end: int
+    head_begin: int
+    head_end: int
+    klass: int
+    kv_begin: int = 0
+    kv_end: int = 0
+    leaf_begin: int = 0
+    leaf_end: int = 0
+    first: bool = True  # no key of its rows comes before
+    whole: bool = True  # it holds all keys of its rows
+
+    @property
+    def queries(self) -> int:
+        return self.q_end - self.q_begin
+
+    @property
+    def keys(self) -> int:
+        return self.kv_end - self.kv_begin
+
+    @property
+    def heads(self) -> int:
+        return self.head_end - self.head_begin
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """One way to cut: runs (kv_begin, kv_end, leaf_begin, leaf_end, slot, fold) per tile, and what came of it."""
+
+    runs: list[list[tuple[int, int, int, int, int, int]]]
+    slots: int
+    cuts: int
+    items: np.ndarray
+    order: np.ndarray
+    worker_indptr: np.ndarray
+    makespan: float = 0.0
+    mean: float = 0.0
+
+
+def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
+    """Work, merges and the number of partial slots of ``problem``.
+
+    Raises
+    ------
+    LimitError
+        Parts or the pairwise tree need more partial slots than there are even without a cut.
+    PlanError
+        A custom scheduler returned something else than an assignment.
+    """
+    tiles = _tiles(problem)
+    _mark_rows(problem, tiles)
+    if len(problem.parts) > 1:
+        tiles = [tile for tile in tiles if tile.keys]
+    best = _best(problem, tiles)
+    work = WorkList(items=np.ascontiguousarray(best.items[best.order]), worker_indptr=best.worker_indptr)
+    return work, _merges(problem, tiles, best), best.slots
+
+
+def _tiles(problem: Problem) -> list[Tile]:
+    tiles: list[Tile] = []
+    for p, part in enumerate(problem.parts):
+        for row in range(part.num_rows):
+            begin, end = int(part.qo_indptr[row]), int(part.qo_indptr[row + 1])
+            for q_begin, q_end, klass in _groups(problem, p, begin, end):
+                step = max(1, problem.traits.classes[klass].q_tile // problem.group)
+                for q in range(q_begin, q_end, step):
+                    for head in range(part.heads):
+                        heads = (0, problem.num_kv_heads) if part.heads == 1 else (head, head + 1)
+                        tiles.append(
+                            Tile(
+                                part=p,
+                                row=row,
+                                q_begin=q,
+                                q_end=min(q + step, q_end),
+                                head_begin=heads[0],
+                                head_end=heads[1],
+                                klass=klass,
+                            )
+                        )
+    _find_keys(problem, tiles)
+    return tiles
+
+
+def _groups(problem: Problem, p: int, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """Runs of neighbouring queries with one class and one limit: only these may meet in a tile."""
+    part, limits = problem.parts[p], problem.limits[p]
+    keys = [
+        (int(problem.req_class[part.request[q]]), *((int(limits[0][q]), int(limits[1][q])) if limits else ()))
+        for q in range(begin, end)
+    ]
+    groups: list[tuple[int, int, int]] = []
+    for i, key in enumerate(keys):
+        if i and key == keys[i - 1]:
+            groups[-1] = (groups[-1][0], begin + i + 1, key[0])
+        else:
+            groups.append((begin + i, begin + i + 1, key[0]))
+    return groups
+
+
+def _find_keys(problem: Problem, tiles: list[Tile]) -> None:
+    """Fill in each tile's live, visible keys. Keys whose positions are not affine (block_pos) are never cut off."""
+    pos_min, pos_max = np.zeros(len(tiles), np.int64), np.zeros(len(tiles), np.int64)
+    for i, tile in enumerate(tiles):
+        part = problem.parts[tile.part]
+        positions = part.qo_pos[tile.q_begin : tile.q_end].astype(np.int64)
+        pos_max[i] = positions.max()
+        if part.requests.bound_kv_lens is not None:  # true lengths may be shorter, which moves queries to the left
+            positions = positions - part.requests.kv_lens[part.request[tile.q_begin : tile.q_end]]
+        pos_min[i] = positions.min()
+    lows, highs = visible_range(problem.composed, pos_min, pos_max)
+    for i, tile in enumerate(tiles):
+        part, limits = problem.parts[tile.part], problem.limits[tile.part]
+        entry = tile.row * part.heads + (tile.head_begin if part.heads > 1 else 0)
+        offset = int(part.kv_offset[tile.row])
+        lo, hi = offset + int(part.kv_begin[entry]), offset + int(part.kv_end[entry])
+        if limits is not None:
+            lo, hi = max(lo, int(limits[0][tile.q_begin])), min(hi, int(limits[1][tile.q_begin]))
+        if part.kv_pos is not None:
+            shift = offset - int(part.kv_pos[tile.row])
+            lo, hi = max(lo, int(lows[i]) + shift), min(hi, int(highs[i]) + shift)
+        if lo < hi:
+            ruler = problem.traits.classes[tile.klass].ruler
+            tile.kv_begin, tile.kv_end = lo, hi
+            tile.leaf_begin, tile.leaf_end = ruler.leaf_of(lo), ruler.leaf_of(hi - 1) + 1
+
+
+def _rows_of(problem: Problem, tile: Tile) -> np.ndarray:
+    qo_index = problem.parts[tile.part].qo_index
+    rows = np.arange(tile.q_begin, tile.q_end)
+    return rows if qo_index is None else qo_index[tile.q_begin : tile.q_end]
+
+
+def _units_of(problem: Problem, tile: Tile) -> slice:
+    return slice(0, 1) if problem.units == 1 else slice(tile.head_begin, tile.head_end)
+
+
+def _mark_rows(problem: Problem, tiles: list[Tile]) -> None:
+    """Find whether a tile holds the first leaf, or all leaves, of each of its rows."""
+    shape = (problem.num_rows, problem.units)
+    count, first = np.zeros(shape, np.int64), np.full(shape, 1 << 31, np.int64)
+    full = [tile for tile in tiles if tile.keys]
+    for tile in full:
+        at = (_rows_of(problem, tile), _units_of(problem, tile))
+        count[at] += 1
+        first[at] = np.minimum(first[at], tile.leaf_begin)
+    for tile in full:
+        at = (_rows_of(problem, tile), _units_of(problem, tile))
+        tile.first = bool((first[at] == tile.leaf_begin).all())
+        tile.whole = bool((count[at] == 1).all())
+
+
+def _best(problem: Problem, tiles: list[Tile]) -> Candidate:
+    """Try items of fewer and fewer heads; a split of heads needs no merge, so it is preferred to a cut between leaves."""
+    traits, heads = problem.traits, problem.num_kv_heads
+    parts = [1]
+    if traits.split_heads and getattr(problem.scheduler, "split_heads", True):
+        parts = [n for n in range(1, heads + 1) if heads % n == 0]
+    keys = np.asarray([float(tile.keys * tile.heads) for tile in tiles])
+    limit = split_limit(problem.scheduler, keys, traits.num_workers)
+    best, best_score = None, math.inf
+    for n in parts:
+        candidate = _candidate(problem, tiles, heads // n, limit)
+        score = candidate.makespan + (traits.fixed * heads if candidate.cuts else 0.0)
+        if best is None or score < best_score:
+            best, best_score = candidate, score
+        if not candidate.cuts and candidate.makespan <= GOOD_BALANCE * candidate.mean:
+            break
+        if len(candidate.items) >= MANY_ITEMS * traits.num_workers:
+            break
+    assert best is not None
+    return best
+
+
+def _candidate(problem: Problem, tiles: list[Tile], heads: int, limit: float) -> Candidate:
+    runs, slots, cuts = _cut(problem, tiles, heads, limit)
+    rows: list[tuple[int, ...]] = []
+    costs: list[float] = []
+    requests: list[int] = []
+    t = problem.traits
+    for tile, tile_runs in zip(tiles, runs, strict=True):
+        step = min(heads, tile.heads)
+        query_rows = float(tile.queries * problem.group)
+        for head in range(tile.head_begin, tile.head_end, step):
+            for lo, hi, leaf_begin, leaf_end, slot, fold in tile_runs:
+                size = float(hi - lo)
+                costs.append(step * (t.fixed + t.alpha * query_rows + t.beta * size + t.beta_rows * query_rows * size))
+                where = (tile.part, tile.row, tile.q_begin, tile.q_end, head, head + step)
+                rows.append((*where, lo, hi, leaf_begin, leaf_end, slot, tile.klass, fold, 0))
+                requests.append(int(problem.parts[tile.part].request[tile.q_begin]))
+    items = np.asarray(rows, np.int32).reshape(-1, len(WORK_FIELDS))
+    cost = _costs(problem.scheduler, items, np.asarray(costs, np.float64))
+    items[:, -1] = np.minimum(np.rint(cost), _INT32_MAX).astype(np.int32)
+    if hasattr(problem.scheduler, "assign_requests"):
+        result = problem.scheduler.assign_requests(np.asarray(requests, np.int64), cost, t.num_workers)
+    else:
+        result = problem.scheduler.assign(cost, t.num_workers)
+    order, indptr = check_assignment(result, len(items), t.num_workers)
+    loads = [_sum(cost[order[indptr[w] : indptr[w + 1]]]) for w in range(t.num_workers)]
+    return Candidate(
+        runs=runs,
+        slots=slots,
+        cuts=cuts,
+        items=items,
+        order=order,
+        worker_indptr=indptr,
+        makespan=max(loads, default=0.0),
+        mean=_sum(cost) / t.num_workers,
+    )
+
+
+def _sum(values: np.ndarray) -> float:
+    """Left to right, as the C++ planner adds (NumPy adds pairwise)."""
+    return sum(values.tolist(), 0.0)
+
+
+def _costs(scheduler: object, items: np.ndarray, own: np.ndarray) -> np.ndarray:
+    cost = getattr(scheduler, "cost", None)
+    if cost is None:
+        return own
+    given = np.asarray(cost(items.copy()), np.float64)
+    if given.shape != own.shape:
+        raise PlanError("scheduler.cost", f"must return {own.shape} numbers", given.shape)
+    if not np.isfinite(given).all() or (given < 0).any():
+        raise PlanError("scheduler.cost", "must return finite numbers of at least 0", given.tolist()[:8])
+    return given
+
+
+def _cut(problem: Problem, tiles: list[Tile], heads: int, limit: float) -> tuple[list, int, int]:
+    """Runs of every tile, partial slots used, tiles cut. Item heads share a tile's slots: they write other heads of them."""
+    pairwise = problem.tree == "pairwise"
+    used = sum(_slots(tile, [_whole_run(tile)], pairwise) for tile in tiles)
+    if used > problem.max_slots:
+        raise LimitError(
+            "max_partial_slots", used, problem.max_slots, "These states do not come from cuts: more parts need more slots."
+        )
+    runs, cuts, next_slot = [], 0, 0
+    for tile in tiles:
+        cut = [_whole_run(tile)]
+        if limit < math.inf:
+            longest = max(1, math.ceil(limit / min(heads, tile.heads)))
+            more = _cut_tile(problem, tile, longest)
+            extra = _slots(tile, more, pairwise) - _slots(tile, cut, pairwise)
+            if len(more) > 1 and used + extra <= problem.max_slots:
+                cut, used, cuts = more, used + extra, cuts + 1
+        runs.append(_place(tile, cut, next_slot, pairwise))
+        next_slot += _slots(tile, cut, pairwise)
+    return runs, used, cuts
+
+
+def _whole_run(tile: Tile) -> tuple[int, int, int, int]:
+    return (tile.kv_begin, tile.kv_end, tile.leaf_begin, tile.leaf_end)
+
+
+def _cut_tile(problem: Problem, tile: Tile, longest: int) -> list[tuple[int, int, int, int]]:
+    """Runs of about ``longest`` keys, rounded up to leaves; an eighth more is not worth a cut."""
+    ruler = problem.traits.classes[tile.klass].ruler
+    runs, begin, leaf = [], tile.kv_begin, tile.leaf_begin
+    while tile.kv_end - begin > longest + longest // 8:
+        next_leaf = ruler.leaf_of(begin + longest - 1) + 1
+        end = ruler.start(next_leaf)
+        if end >= tile.kv_end:
+            break
+        runs.append((begin, end, leaf, next_leaf))
+        begin, leaf = end, next_leaf
+    return [*runs, (begin, tile.kv_end, leaf, tile.leaf_end)]
+
+
+def _is_direct(tile: Tile, runs: list, pairwise: bool) -> bool:
+    return tile.whole and len(runs) == 1 and not (pairwise and tile.leaf_end - tile.leaf_begin > 1)
+
+
+def _slots(tile: Tile, runs: list, pairwise: bool) -> int:
+    if _is_direct(tile, runs, pairwise):
+        return 0
+    states = tile.leaf_end - tile.leaf_begin
+    if tile.first and not pairwise:
+        states -= runs[0][3] - runs[0][2] - 1
+    return states * tile.queries
+
+
+def _place(tile: Tile, runs: list, slot: int, pairwise: bool) -> list[tuple[int, int, int, int, int, int]]:
+    """Give each run its first slot and say whether it folds."""
+    if _is_direct(tile, runs, pairwise):
+        return [(*runs[0], DIRECT, 1)]
+    placed = []
+    for i, run in enumerate(runs):
+        fold = int(i == 0 and tile.first and not pairwise)
+        placed.append((*run, slot, fold))
+        slot += (1 if fold else run[3] - run[2]) * tile.queries
+    return placed
+
+
+def _merges(problem: Problem, tiles: list[Tile], best: Candidate) -> MergeList:
+    """One entry per row and head range that no item finishes; rows that nothing covers are entries without slots."""
+    units = problem.units
+    states: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    done = np.zeros((problem.num_rows, units), bool)
+    for tile, runs in zip(tiles, best.runs, strict=True):
+        unit_range = range(*_units_of(problem, tile).indices(units))
+        for i, row in enumerate(_rows_of(problem, tile).tolist()):
+            for unit in unit_range:
+                done[row, unit] |= runs[0][4] == DIRECT
+                for _, _, leaf_begin, leaf_end, slot, fold in runs:
+                    if slot != DIRECT:
+                        leaves = [leaf_begin] if fold else range(leaf_begin, leaf_end)
+                        entry = states.setdefault((row, unit), [])
+                        entry.extend((leaf, slot + k * tile.queries + i) for k, leaf in enumerate(leaves))
+    rows: list[tuple[int, ...]] = []
+    slots: list[int] = []
+    leaves_out: list[int] = []
+    width = problem.num_kv_heads // units
+    for row in range(problem.num_rows):
+        for unit in range(units):
+            if done[row, unit]:
+                continue
+            entry = sorted(states.get((row, unit), []))
+            empty_before = not entry and rows and rows[-1][0] == row and rows[-1][3] == rows[-1][4]
+            if empty_before and rows[-1][2] == unit * width:
+                rows[-1] = (*rows[-1][:2], (unit + 1) * width, *rows[-1][3:])
+                continue
+            rows.append((row, unit * width, (unit + 1) * width, len(slots), len(slots) + len(entry)))
+            slots.extend(slot for _, slot in entry)
+            leaves_out.extend(leaf for leaf, _ in entry)
+    return MergeList(
+        rows=np.asarray(rows, np.int32).reshape(-1, len(MERGE_FIELDS)),
+        slots=np.asarray(slots, np.int32),
+        leaves=np.asarray(leaves_out, np.int32),
+    )

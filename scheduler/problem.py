@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a planner is asked, as one value: the readable planner and the C++ one read the same, and must answer the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attnrt.formats.base import BlockSparse
+from attnrt.scheduler.base import Traits
+
+__all__ = ["FAR", "Problem", "visible_range"]
+
+#: Past every position: the end of an unbounded range. Sums of two still fit in 64 bits.
+FAR = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """Lengths, structure and rules; no device array is looked at.
+
+    Attributes
+    ----------
+    parts : tuple of BlockSparse
+        Cuts between parts lie on leaf boundaries (scheduler/align.py).
+    limits : tuple of (int64 [queries], int64 [queries]) or None
+        Per part: offsets ``[lo, hi)`` in the request to which each query's keys in this part are cut; None: uncut.
+    req_class : int32 [num_requests]
+        Numeric class of each request.
+    composed : variants.Composed
+        Asked for visible key ranges.
+    traits, scheduler, tree
+    num_kv_heads, group : int
+    num_rows : int
+        Rows of q, padding included.
+    max_slots : int
+    """
+
+    parts: tuple[BlockSparse, ...]
+    limits: tuple[Any, ...]
+    req_class: np.ndarray
+    composed: Any
+    traits: Traits
+    scheduler: Any
+    tree: str
+    num_kv_heads: int
+    group: int
+    num_rows: int
+    max_slots: int
+
+    @property
+    def units(self) -> int:
+        """Head ranges that rows are kept apart by: 1, or num_kv_heads if any part has a list per head."""
+        return self.num_kv_heads if any(part.heads > 1 for part in self.parts) else 1
+
+
+def visible_range(composed: Any, pos_min: np.ndarray, pos_max: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions ``[lo, hi)`` that queries at positions ``pos_min .. pos_max`` may see, clipped to +-FAR; int64 [n] both."""
+    low, high = np.full(len(pos_min), -FAR, np.int64), np.full(len(pos_min), FAR, np.int64)
+    ask = getattr(composed, "visible_range", None)
+    if ask is None:
+        return low, high
+    lo, hi = ask(pos_min, pos_max)
+    if lo is not None:
+        low = np.clip(np.broadcast_to(np.asarray(lo, np.int64), low.shape), -FAR, FAR)
+    if hi is not None:
+        high = np.clip(np.broadcast_to(np.asarray(hi, np.int64), high.shape), -FAR, FAR)
+    return low, high
