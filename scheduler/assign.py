@@ -89,11 +89,15 @@ def find(scheduler: Any) -> Any:
         found = _entry_points().get(scheduler)
         if found is None:
             known = ", ".join([*BUILTIN, *_entry_points()])
-            raise ArgumentError("scheduler", f"must be one of {known}, or an object with assign()", repr(scheduler))
+            raise ArgumentError(
+                "scheduler", f"must be one of {known}, or an object with assign()", repr(scheduler)
+            )
         return found.load()() if isinstance(found.load(), type) else found.load()
     if not callable(getattr(scheduler, "assign", None)):
         raise ArgumentError(
-            "scheduler", "must be a name or an object with assign(costs, num_workers)", type(scheduler).__name__
+            "scheduler",
+            "must be a name or an object with assign(costs, num_workers)",
+            type(scheduler).__name__,
         )
     return scheduler
 
@@ -130,16 +134,22 @@ def check_assignment(result: Any, num_items: int, num_workers: int) -> tuple[np.
     try:
         order, indptr = (np.asarray(a) for a in result)
     except (TypeError, ValueError):
-        raise PlanError("scheduler.assign", "must return (order, worker_indptr)", type(result).__name__) from None
+        raise PlanError(
+            "scheduler.assign", "must return (order, worker_indptr)", type(result).__name__
+        ) from None
     for label, array, length in (("order", order, num_items), ("worker_indptr", indptr, num_workers + 1)):
         if array.shape != (length,):
             raise PlanError(f"scheduler.assign: {label}", f"must have shape ({length},)", array.shape)
         if array.size and array.dtype.kind not in "iu":
             raise PlanError(f"scheduler.assign: {label}", "must hold integers", array.dtype)
     if num_items and (order.min() < 0 or order.max() >= num_items or len(np.unique(order)) != num_items):
-        raise PlanError("scheduler.assign: order", f"must be a permutation of 0 .. {num_items - 1}", "another list")
+        raise PlanError(
+            "scheduler.assign: order", f"must be a permutation of 0 .. {num_items - 1}", "another list"
+        )
     if indptr[0] != 0 or indptr[-1] != num_items or np.any(np.diff(indptr.astype(np.int64)) < 0):
-        raise PlanError("scheduler.assign: worker_indptr", f"must rise from 0 to {num_items}", indptr.tolist()[:8])
+        raise PlanError(
+            "scheduler.assign: worker_indptr", f"must rise from 0 to {num_items}", indptr.tolist()[:8]
+        )
     return order.astype(np.int32), indptr.astype(np.int32)
 
 

@@ -143,7 +143,9 @@ def _find_keys(problem: Problem, tiles: list[Tile]) -> None:
         part = problem.parts[tile.part]
         positions = part.qo_pos[tile.q_begin : tile.q_end].astype(np.int64)
         pos_max[i] = positions.max()
-        if part.requests.bound_kv_lens is not None:  # true lengths may be shorter, which moves queries to the left
+        if (
+            part.requests.bound_kv_lens is not None
+        ):  # true lengths may be shorter, which moves queries to the left
             positions = positions - part.requests.kv_lens[part.request[tile.q_begin : tile.q_end]]
         pos_min[i] = positions.min()
     lows, highs = visible_range(problem.composed, pos_min, pos_max)
@@ -222,7 +224,9 @@ def _candidate(problem: Problem, tiles: list[Tile], heads: int, limit: float) ->
         for head in range(tile.head_begin, tile.head_end, step):
             for lo, hi, leaf_begin, leaf_end, slot, fold in tile_runs:
                 size = float(hi - lo)
-                costs.append(step * (t.fixed + t.alpha * query_rows + t.beta * size + t.beta_rows * query_rows * size))
+                costs.append(
+                    step * (t.fixed + t.alpha * query_rows + t.beta * size + t.beta_rows * query_rows * size)
+                )
                 where = (tile.part, tile.row, tile.q_begin, tile.q_end, head, head + step)
                 rows.append((*where, lo, hi, leaf_begin, leaf_end, slot, tile.klass, fold, 0))
                 requests.append(int(problem.parts[tile.part].request[tile.q_begin]))
@@ -270,7 +274,10 @@ def _cut(problem: Problem, tiles: list[Tile], heads: int, limit: float) -> tuple
     used = sum(_slots(tile, [_whole_run(tile)], pairwise) for tile in tiles)
     if used > problem.max_slots:
         raise LimitError(
-            "max_partial_slots", used, problem.max_slots, "These states do not come from cuts: more parts need more slots."
+            "max_partial_slots",
+            used,
+            problem.max_slots,
+            "These states do not come from cuts: more parts need more slots.",
         )
     runs, cuts, next_slot = [], 0, 0
     for tile in tiles:

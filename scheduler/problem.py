@@ -57,14 +57,17 @@ class Problem:
 
 
 def visible_range(composed: Any, pos_min: np.ndarray, pos_max: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions ``[lo, hi)`` that queries at positions ``pos_min .. pos_max`` may see, clipped to +-FAR; int64 [n] both."""
+    """Positions ``[lo, hi)`` that queries at positions ``pos_min .. pos_max`` may see, clipped to +-FAR; int64 [n] both.
+
+    ``composed.visible_range`` answers with inclusive ends, None where there is no limit; a value without it sees all.
+    """
     low, high = np.full(len(pos_min), -FAR, np.int64), np.full(len(pos_min), FAR, np.int64)
     ask = getattr(composed, "visible_range", None)
     if ask is None:
         return low, high
-    lo, hi = ask(pos_min, pos_max)
-    if lo is not None:
-        low = np.clip(np.broadcast_to(np.asarray(lo, np.int64), low.shape), -FAR, FAR)
-    if hi is not None:
-        high = np.clip(np.broadcast_to(np.asarray(hi, np.int64), high.shape), -FAR, FAR)
+    first, last = ask(pos_min, pos_max)
+    if first is not None:
+        low = np.clip(np.broadcast_to(np.asarray(first, np.int64), low.shape), -FAR, FAR)
+    if last is not None:
+        high = np.clip(np.broadcast_to(np.asarray(last, np.int64), high.shape), -FAR, FAR - 1) + 1
     return low, high
