@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's only touch with attnrt: one index and one plan per step, one append and one run per layer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+import attnrt as at
+
+from .batch import StepBatch
+from .pool import PagePool
+from .weights import ModelConfig
+
+
+class StepAttention:
+    """Attention of one model over one pool.
+
+    Parameters
+    ----------
+    backend, scheduler : str
+        As for `at.Attention`.
+    kv_dtype : str
+        Dtype of the pool; q and the output are float32.
+    tree : bool
+        Whether rows may be draft trees. Then the index carries a mask of ancestors, for every slice.
+    streaming : (sinks, recent), optional
+        See `at.formats.streaming`.
+    share_tokens : int, optional
+        If given, prefixes of at least so many tokens that slices have in common become parts of their own, read once
+        for all of them (`at.formats.share`); the result is the same to the bit.
+
+    Attributes
+    ----------
+    plan_seconds, run_seconds : float
+        Time of the last step for index and plan, and for append and run of all layers.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        backend: str = "auto",
+        scheduler: str = "lpt",
+        kv_dtype: str = "float32",
+        tree: bool = False,
+        streaming: tuple[int, int] | None = None,
+        share_tokens: int | None = None,
+    ) -> None:
+        spec = at.AttentionSpec(
+            num_qo_heads=config.num_qo_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            q_dtype="float32",
+            kv_dtype=kv_dtype,
+            variant=at.variants.custom_mask() if tree else at.variants.causal(),
+        )
+        self._attention = at.Attention(spec, backend=backend, scheduler=scheduler, device="cpu")
+        self._tree, self._streaming, self._share_tokens = tree, streaming, share_tokens
+        self.plan_seconds = self.run_seconds = 0.0
+        self.num_runs = 0
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that runs."""
+        return self._attention.backend.name
+
+    def plan(self, batch: StepBatch, page_size: int) -> None:
+        """Build the step's index and plan it, for all layers."""
+        begin = time.perf_counter()
+        self._attention.plan(self._index(batch, page_size))
+        self.plan_seconds, self.run_seconds = time.perf_counter() - begin, 0.0
+
+    def _index(self, batch: StepBatch, page_size: int) -> Any:
+        formats = at.formats
+        index = formats.paged(
+            batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens, page_size=page_size
+        )
+        if self._tree:
+            index = formats.tree(index, parents=batch.parents)
+        if self._streaming:
+            index = formats.streaming(index, *self._streaming)
+        elif self._share_tokens is not None:
+            index = formats.share(index, min_tokens=self._share_tokens)
+        return index
+
+    def attend(
+        self, pool: PagePool, layer: int, q: np.ndarray, kv: tuple[np.ndarray, np.ndarray], slots: np.ndarray
+    ) -> np.ndarray:
+        """Store this step's K and V of `layer` and return its attention [rows, num_qo_heads, head_dim]."""
+        begin = time.perf_counter()
+        cache = pool.layers[layer]
+        self._attention.append(*kv, cache, slots=slots)
+        out = self._attention.run(q, cache)
+        self.run_seconds += time.perf_counter() - begin
+        self.num_runs += 1
+        return out

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged KV pool: pages, who holds them, and who may write them.
+
+A page id names the same page in every layer. A page has any number of holders (a reference count) and at most one
+writer, the sequence that allocated it. KV only grows: a writer fills slots behind those that the other holders read,
+so it needs no copy; anyone else who wants to write a shared page copies it first (copy-on-write).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .weights import ModelConfig
+
+
+class PoolExhausted(RuntimeError):
+    """A page was asked for and none is free. The engine's admission keeps this from happening."""
+
+
+class PagePool:
+    """`num_pages` pages of `page_size` tokens for each layer of a model.
+
+    Parameters
+    ----------
+    reclaim : callable, optional
+        Called with no arguments when no page is free; returns whether it freed any.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        *,
+        dtype: np.dtype | type = np.float32,
+        reclaim: Callable[[], bool] | None = None,
+    ) -> None:
+        shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        # zeros, not empty: the pages are then only touched, and only cost memory, when they are written.
+        self._k, self._v = np.zeros(shape, dtype), np.zeros(shape, dtype)
+        self.num_pages, self.page_size = num_pages, page_size
+        self.layers = [(self._k[i], self._v[i]) for i in range(config.num_layers)]
+        self.page_bytes = 2 * self._k[:, 0].nbytes
+        self.reclaim = reclaim
+        self._refs = [0] * num_pages
+        self._writer: list[object | None] = [None] * num_pages
+        self._free = list(range(num_pages))[::-1]
+        self.peak = 0
+        self.copies = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that somebody holds."""
+        return self.num_pages - len(self._free)
+
+    def refs(self, page: int) -> int:
+        """Return how many hold `page`."""
+        return self._refs[page]
+
+    def alloc(self, writer: object) -> int:
+        """Return a free page held once and writable by `writer`; PoolExhausted if there is none."""
+        if not self._free and not (self.reclaim and self.reclaim()):
+            raise PoolExhausted(f"all {self.num_pages} pages are held")
+        page = self._free.pop()
+        self._refs[page], self._writer[page] = 1, writer
+        self.peak = max(self.peak, self.in_use)
+        return page
+
+    def retain(self, page: int) -> int:
+        """Add a holder and return the page."""
+        assert self._refs[page] > 0, "retain of a free page"
+        self._refs[page] += 1
+        return page
+
+    def release(self, page: int) -> None:
+        """Take a holder away; the last one frees the page."""
+        assert self._refs[page] > 0, "release of a free page"
+        self._refs[page] -= 1
+        if not self._refs[page]:
+            self._writer[page] = None
+            self._free.append(page)
+
+    def is_writer(self, page: int, who: object) -> bool:
+        """Whether `who` may write `page` as it is."""
+        return self._writer[page] is who
+
+    def copy_for(self, page: int, writer: object, num_tokens: int) -> int:
+        """Return a new page of `writer`'s with the first `num_tokens` tokens of `page`; the old hold stays."""
+        new = self.alloc(writer)
+        self._k[:, new, :num_tokens] = self._k[:, page, :num_tokens]
+        self._v[:, new, :num_tokens] = self._v[:, page, :num_tokens]
+        self.copies += 1
+        return new
+
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy token slots (page * page_size + offset) `source` to `target` in every layer; ranges may overlap."""
+        for cache in (self._k, self._v):
+            flat = cache.reshape(len(cache), -1, *cache.shape[3:])
+            flat[:, target] = flat[:, source]  # fancy indexing reads all of source before it writes
