@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode with the operands swapped: S^T = K Q^T and O^T = V^T P^T, keys (then d) on M, queries on N.
+// Wg: wgmma m64nNk16 with both operands in shared memory; else mma.sync m16n8k16 (N = 8), a warp owning 16 keys, then 32 of d.
+// A thread holds S^T of keys 16w + g (+8) and queries 8n + 2t (+1); the softmax runs down the columns, across lanes and warps.
+#pragma once
+#include "decode_common.cuh"
+
+namespace exp_decode {
+
+template <bool Wg, int N, int Stages, int CtasPerSm>
+__global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_constant__ Params p) {
+  static_assert(Wg || N == 8, "mma.sync takes 8 queries");
+  constexpr int NG = N / 8, C = 2 * NG, A = Wg ? N / 2 : 4;
+  extern __shared__ __align__(1024) unsigned char smem[];
+  unsigned char *s_q = smem + Stages * kStage, *s_p = s_q + N * 256;
+  float* s_red = (float*)(s_p + NG * 1024);  // [4, N]
+  __shared__ int s_flag;
+  const u32 ring = smem_addr(smem), a_q = smem_addr(s_q), a_p = smem_addr(s_p);
+  const int tid = threadIdx.x, w = __shfl_sync(~0u, tid / 32, 0), lane = tid % 32, g = lane / 4, t = lane % 4;
+  const int begin = p.worker_indptr[blockIdx.x], end = p.worker_indptr[blockIdx.x + 1];
+  if (begin == end) return;
+
+  Loader<Stages> ld(p, ring, begin, end);
+#pragma unroll
+  for (int i = 0; i < Stages - 1; ++i) ld.issue();
+  int slot = 0;
+  auto advance = [&] { slot = slot + 1 == Stages ? 0 : slot + 1; };
+  auto await_stage = [&] {
+    cp_async_wait<Stages - 2>();
+    fence_proxy_async();
+    __syncthreads();
+  };
+
+  for (int i = begin; i < end; ++i) {
+    const Item it = p.items[i];
+    // Q of the item: kGroup live rows of N; the last reads of the old Q ended before the last barrier.
+    for (int c = tid; c < N * 16; c += kThreads) {
+      int row = c / 16, col = c % 16;
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (row < kGroup) x = *(const uint4*)(p.q + ((size_t)it.pair * kGroup + row) * kDim + col * 8);
+      *(uint4*)(s_q + (col / 8) * (N * 128) + row * 128 + ((col % 8 ^ (row & 7)) << 4)) = x;
+    }
+    float rm[C], rl[C], racc[2][A];  // the run's folded state
+    bool have = false;
+    int leaf_slot = it.slot0;
+    u32 qf[8][2];
+    if constexpr (!Wg) {
+      __syncthreads();
+#pragma unroll
+      for (int ks = 0; ks < 8; ++ks)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          qf[ks][h] = *(const u32*)(s_q + ks / 4 * (N * 128) + g * 128 + ((ks % 4 * 2 + h ^ g) << 4) + t * 4);
+    }
+
+    for (int tile = it.tile0; tile < it.tile1;) {
+      const int leaf_end = min(it.tile1, (tile / p.leaf_tiles + 1) * p.leaf_tiles);
+      float m[C], l[C], acc[2][A];
+#pragma unroll
+      for (int c = 0; c < C; ++c) m[c] = kNegInf, l[c] = 0.f;
+#pragma unroll
+      for (int a = 0; a < A; ++a) acc[0][a] = acc[1][a] = 0.f;
+
+      for (; tile < leaf_end; ++tile) {
+        await_stage();
+        ld.issue();
+        float s[N / 2];
+        if constexpr (Wg) {
+          const u64 dk = desc_sw128(ring + slot * kStage, 16, 1024), dq = desc_sw128(a_q, 16, 1024);
+          wgmma_fence();
+#pragma unroll
+          for (int ks = 0; ks < 8; ++ks)
+            Wgmma<Half16::bf16, N>::template ss<0, 0>(s, desc_add(dk, ks / 4 * (kTile * 128) + ks % 4 * 32),
+                                                      desc_add(dq, ks / 4 * (N * 128) + ks % 4 * 32), ks > 0);
+          wgmma_commit();
+          wgmma_wait<0>();
+          wgmma_pin(s);
+        } else {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) s[c] = 0.f;
+          const int row = w * 16 + (lane & 15);
+          // the ring is 1024-byte aligned: a k-step is one XOR on the address, nothing for the compiler to keep in registers
+          const u32 kb = ring + slot * kStage + row * 128 + (((lane >> 4) ^ (row & 7)) << 4);
+#pragma unroll
+          for (int ks = 0; ks < 8; ++ks) {
+            u32 a[4];
+            ldmatrix_x4(a, (kb ^ (ks % 4 << 5)) + ks / 4 * (kTile * 128));
+            mma_m16n8k16<Half16::bf16>(reinterpret_cast<float(&)[4]>(s), a, qf[ks][0], qf[ks][1]);
+          }
+        }
+        advance();
+        float cm[C];
+#pragma unroll
+        for (int c = 0; c < C; ++c) {
+          cm[c] = fmaxf(s[c / 2 * 4 + c % 2], s[c / 2 * 4 + 2 + c % 2]);
+          cm[c] = fmaxf(cm[c], __shfl_xor_sync(~0u, cm[c], 4));
+          cm[c] = fmaxf(cm[c], __shfl_xor_sync(~0u, cm[c], 8));
+          cm[c] = fmaxf(cm[c], __shfl_xor_sync(~0u, cm[c], 16));
+        }
+        if (g == 0)
+#pragma unroll
+          for (int n = 0; n < NG; ++n) *(float2*)(s_red + w * N + n * 8 + 2 * t) = make_float2(cm[2 * n], cm[2 * n + 1]);
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < NG; ++n) {
+          float2 x0 = *(float2*)(s_red + n * 8 + 2 * t), x1 = *(float2*)(s_red + N + n * 8 + 2 * t);
+          float2 x2 = *(float2*)(s_red + 2 * N + n * 8 + 2 * t), x3 = *(float2*)(s_red + 3 * N + n * 8 + 2 * t);
+          float corr[2], mx[2] = {fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)), fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y))};
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float mn = fmaxf(m[2 * n + c], mx[c] * p.scale_log2);
+            corr[c] = ex2(m[2 * n + c] - mn);
+            m[2 * n + c] = mn;
+          }
+          float e[4];
+#pragma unroll
+          for (int c = 0; c < 4; ++c) e[c] = ex2(__fmaf_rn(s[4 * n + c], p.scale_log2, -m[2 * n + c % 2]));
+#pragma unroll
+          for (int c = 0; c < 2; ++c) l[2 * n + c] = __fmaf_rn(l[2 * n + c], corr[c], e[c] + e[c + 2]);
+          *(u32*)(s_p + n * 1024 + (w * 16 + g) * 16 + t * 4) = pack2<Half16::bf16>(e[0], e[1]);
+          *(u32*)(s_p + n * 1024 + (w * 16 + g + 8) * 16 + t * 4) = pack2<Half16::bf16>(e[2], e[3]);
+#pragma unroll
+          for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) acc[mt][4 * n + c] *= corr[c % 2];
+        }
+        await_stage();  // V is here and P is written
+        ld.issue();
+        if constexpr (Wg) {
+          const u64 dv = desc_sw128(ring + slot * kStage, 16, 1024), dp = desc_plain(a_p, 128, 1024);
+          wgmma_pin(acc[0]), wgmma_pin(acc[1]);
+          wgmma_fence();
+#pragma unroll
+          for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+            for (int ks = 0; ks < 4; ++ks)
+              Wgmma<Half16::bf16, N>::template ss<1, 1>(acc[mt], desc_add(dv, mt * (kTile * 128) + ks * 2048), desc_add(dp, ks * 256), 1);
+          wgmma_commit();
+          wgmma_wait<0>();
+          wgmma_pin(acc[0]), wgmma_pin(acc[1]);
+        } else {
+          const int key = (lane & 7) + (lane >> 4) * 8, chunk = (w & 1) * 4 + (lane >> 3 & 1);
+          const u32 vb = ring + slot * kStage + (w >> 1) * (kTile * 128) + key * 128 + ((chunk ^ (key & 7)) << 4);
+#pragma unroll
+          for (int kp = 0; kp < 2; ++kp) {
+            u32 b[4];
+            ldmatrix_x4_trans(b, a_p + (kp * 32 + lane) * 16);
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+              for (int mt = 0; mt < 2; ++mt) {
+                u32 a[4];
+                ldmatrix_x4_trans(a, (vb ^ (mt << 5)) + (kp * 2 + h) * 2048);
+                mma_m16n8k16<Half16::bf16>(reinterpret_cast<float(&)[4]>(acc[mt]), a, b[2 * h], b[2 * h + 1]);
+              }
+          }
+        }
+        advance();
+      }
+
+      // end of a leaf: the sum over the 64 keys of a column, lanes first, then warps in order
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 4));
+        l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 8));
+        l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 16));
+        if (g == 0) s_red[w * N + c / 2 * 8 + 2 * t + c % 2] = l[c];
+      }
+      __syncthreads();
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        int q = c / 2 * 8 + 2 * t + c % 2;
+        l[c] = __fadd_rn(__fadd_rn(s_red[q], s_red[N + q]), __fadd_rn(s_red[2 * N + q], s_red[3 * N + q]));
+      }
+      if (!have) {
+#pragma unroll
+        for (int c = 0; c < C; ++c) rm[c] = m[c], rl[c] = l[c];
+#pragma unroll
+        for (int a = 0; a < A; ++a) racc[0][a] = acc[0][a], racc[1][a] = acc[1][a];
+      } else {
+#pragma unroll
+        for (int c = 0; c < C; ++c) {
+          Weights f = fold_ml(rm[c], rl[c], m[c], l[c]);
+#pragma unroll
+          for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              int a = c / 2 * 4 + c % 2 + 2 * h;
+              racc[mt][a] = fold_acc(racc[mt][a], acc[mt][a], f);
+            }
+        }
+      }
+      have = true;
+      const bool run_from_zero = it.tile0 == 0;
+      if (run_from_zero && tile < it.tile1) continue;
+      // write: the output itself, or one state
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        int q = c / 2 * 8 + 2 * t + c % 2;
+        if (q >= kGroup) continue;
+        float inv = __frcp_rn(rl[c]);
+#pragma unroll
+        for (int mt = 0; mt < 2; ++mt)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            int d = (Wg ? mt * 64 + w * 16 : w * 32 + mt * 16) + g + 8 * h;
+            float x = racc[mt][c / 2 * 4 + c % 2 + 2 * h];
+            if (it.slot0 < 0)
+              p.out[((size_t)it.pair * kGroup + q) * kDim + d] = to_bf16(__fmul_rn(x, inv));
+            else
+              p.part[((size_t)leaf_slot * kGroup + q) * kDim + d] = x;
+          }
+        if (it.slot0 >= 0 && g == 0 && w == 0) p.ml[(size_t)leaf_slot * kGroup + q] = make_float2(rm[c], rl[c]);
+      }
+      ++leaf_slot;
+      have = false;
+    }
+    if (it.slot0 >= 0) finish_item(p, it.pair, &s_flag);
+    __syncthreads();
+  }
+}
+}  // namespace exp_decode
