@@ -1,1 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Attention variants: what changes between the scaled dot product and the output, one definition each.
+
+A variant is composed with others as a tuple, in order. From one traced expression come NumPy evaluation, C++
+for the CPU and CUDA text. See docs/add_a_variant.md.
+"""
+
+from attnrt.variants.bind import BoundParams
+from attnrt.variants.compose import Composed, compose
+from attnrt.variants.evaluate import NumpyVariant
+from attnrt.variants.functions import (
+    absolute,
+    ceil,
+    clip,
+    cos,
+    cospi,
+    exp,
+    exp2,
+    floor,
+    log,
+    log2,
+    logistic,
+    maximum,
+    minimum,
+    rsqrt,
+    sin,
+    sinpi,
+    sqrt,
+    tanh,
+    to_float,
+    to_int,
+    to_int64,
+    where,
+)
+from attnrt.variants.masks import causal, custom_mask, full, sliding_window
+from attnrt.variants.print_cpp import include_dir
+from attnrt.variants.soft_cap import softcap
+from attnrt.variants.trace import logits, mask, output
+from attnrt.variants.untraceable import TraceError
+from attnrt.variants.variant import Param, Variant
+
+__all__ = [
+    "BoundParams",
+    "Composed",
+    "NumpyVariant",
+    "Param",
+    "TraceError",
+    "Variant",
+    "absolute",
+    "causal",
+    "ceil",
+    "clip",
+    "compose",
+    "cos",
+    "cospi",
+    "custom_mask",
+    "exp",
+    "exp2",
+    "floor",
+    "full",
+    "include_dir",
+    "log",
+    "log2",
+    "logistic",
+    "logits",
+    "mask",
+    "maximum",
+    "minimum",
+    "output",
+    "rsqrt",
+    "sin",
+    "sinpi",
+    "sliding_window",
+    "softcap",
+    "sqrt",
+    "tanh",
+    "to_float",
+    "to_int",
+    "to_int64",
+    "where",
+]

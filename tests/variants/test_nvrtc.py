@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same text through NVRTC: every hook of every builtin, for sm_80 and sm_90a, with no GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+import attnrt.variants as av
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+pytestmark = pytest.mark.compile
+
+KERNEL = """
+using V = attnrt::Variant;
+struct Args {
+  attnrt::ParamRef refs[V::num_params + 1];
+  __device__ const attnrt::ParamRef& operator[](int i) const { return refs[i]; }
+};
+extern "C" __global__ void probe(const __grid_constant__ Args p, const attnrt::Ctx* contexts, float* x,
+                                 bool* seen) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const attnrt::Ctx c = contexts[i];
+  const V::Row r = V::row(p, c);
+  int low, high;
+  V::visible(r, low, high);
+  seen[i] = V::mask(p, r, c) && low <= high;
+  float a = V::logits(p, r, c, x[8 * i]);
+  V::query(p, c, 1, x[8 * i + 1], x[8 * i + 2]);
+  V::key(p, c, 1, x[8 * i + 3], x[8 * i + 4]);
+  V::value(p, c, 1, x[8 * i + 5], x[8 * i + 6]);
+  x[8 * i + 7] = V::output(p, c, 3, a) + V::sink(p, c);
+}
+"""
+
+
+def ptx(source: str, arch: str) -> str:
+    """Compile or fail with the compiler's log."""
+    status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"variant.cu", 0, [], [])
+    assert int(status) == 0
+    options = [b"-std=c++17", f"-arch={arch}".encode(), f"-I{av.include_dir()}".encode()]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert int(status) == 0, log.decode() + source
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    text = b" " * size
+    nvrtc.nvrtcGetPTX(program, text)
+    return text.decode()
+
+
+BUILTINS = {
+    "full": av.full(),
+    "causal_window_cap": (av.causal(), av.sliding_window(64), av.softcap(30.0)),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", BUILTINS)
+def test_compiles(name, arch):
+    text = ptx(av.compose(BUILTINS[name]).cpp_source() + KERNEL, arch)
+    assert ".entry probe" in text

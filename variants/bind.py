@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check parameter values and pack them for a kernel.
+
+Values travel as one 64-byte record per parameter (``ParamRef`` of include/attnrt_variant.h): a number in
+place, or the address, strides and sizes of an array. Nothing of a value enters compiled code. Numbers and
+per-head arrays are checked to be finite; arrays indexed by ctx are not scanned (they can be large and may
+hold -inf on purpose).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attnrt.errors import ArgumentError, DtypeError
+from attnrt.variants.variant import Param
+
+__all__ = ["PARAM_REF", "BoundParams", "Place", "bind_params", "check_default", "host_value"]
+
+#: Layout of ParamRef, 64 bytes. ptr: address or 0; imm: the number's bits if ptr is 0; strides: elements,
+#: 64-bit.
+PARAM_REF = np.dtype(
+    [("ptr", "<u8"), ("imm", "<u8"), ("strides", "<i8", (4,)), ("sizes", "<i4", (4,))], align=False
+)
+assert PARAM_REF.itemsize == 64
+
+#: Copies a host array to where kernels can read it: (name, array) -> object with ptr, shape, strides, dtype.
+Place = Callable[[str, np.ndarray], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BoundParams:
+    """Parameter values ready for a launch.
+
+    Attributes
+    ----------
+    table : numpy.ndarray
+        [params] of PARAM_REF, in slot order; its bytes are what a kernel gets.
+    host : mapping
+        Name to NumPy array (0-d for a number) where the value is in host memory, else None.
+    keep : tuple
+        Objects whose memory the table points to; hold them until the launch is done.
+    """
+
+    table: np.ndarray
+    host: Mapping[str, np.ndarray | None]
+    keep: tuple[Any, ...]
+
+
+def _number(param: Param, value: Any) -> np.ndarray:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise DtypeError(param.name, f"must be a {param.dtype} number or array", type(value).__name__)
+    if param.dtype != "float32":
+        if value != int(value) if np.isfinite(value) else True:
+            raise ArgumentError(param.name, "must be a whole number", value)
+        info = np.iinfo(param.dtype)
+        if not info.min <= int(value) <= info.max:
+            raise ArgumentError(param.name, f"must fit in {param.dtype}", value)
+        return np.asarray(int(value), dtype=param.dtype)
+    with np.errstate(over="ignore"):
+        return np.asarray(np.float32(value))
+
+
+def _exact_cast(param: Param, value: np.ndarray) -> np.ndarray:
+    """To the parameter's dtype, only if no value changes."""
+    if value.dtype == np.dtype(param.dtype):
+        return value
+    if value.dtype.kind not in "iufb" or value.dtype.kind == "b":
+        raise DtypeError(param.name, f"must be {param.dtype}", value.dtype)
+    with np.errstate(all="ignore"):
+        nan = np.isnan(value)
+        new = value.astype(param.dtype)
+        same = (new.astype(value.dtype) == value) | nan
+    if not same.all() or (param.dtype != "float32" and value.dtype.kind == "f" and nan.any()):
+        raise DtypeError(param.name, f"must be {param.dtype}: converting would change values", value.dtype)
+    return new
+
+
+def _check_values(param: Param, value: np.ndarray) -> None:
+    if param.rank > 0:
+        return
+    if value.dtype.kind == "f" and not np.isfinite(value).all():
+        raise ArgumentError(
+            param.name, "must be finite", value if value.ndim == 0 else "an array with inf or NaN"
+        )
+    if param.rule == "positive" and not (value > 0).all():
+        raise ArgumentError(param.name, "must be above 0", value.min())
+    if param.rule == "window" and not (value >= -1).all():
+        raise ArgumentError(param.name, "must be >= 0, or -1 for unbounded", value.min())
+
+
+def host_value(param: Param, value: Any) -> np.ndarray:
+    """A number or host array in the parameter's dtype, checked except for head counts."""
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and value.ndim:
+        array = _exact_cast(param, value)
+    else:
+        array = _number(param, value.item() if isinstance(value, (np.ndarray, np.generic)) else value)
+    if param.rank == 0 and array.ndim > 1:
+        raise ArgumentError(
+            param.name, "must be a number, an array [1] or an array [heads]", list(array.shape)
+        )
+    _check_array_shape(param, array.shape)
+    _check_values(param, array)
+    return array
+
+
+def _check_array_shape(param: Param, shape: tuple[int, ...]) -> None:
+    if param.rank == 0:
+        return
+    if len(shape) != param.rank:
+        raise ArgumentError(param.name, f"must be an array of rank {param.rank}", f"rank {len(shape)}")
+    if param.shape is not None and tuple(shape) != param.shape:
+        raise ArgumentError(param.name, f"must have shape {list(param.shape)}", list(shape))
+    if 0 in shape or max(shape) >= 2**31:
+        raise ArgumentError(param.name, "must have sizes from 1 to 2**31 - 1", list(shape))
+
+
+def check_default(param: Param) -> Param:
+    """The parameter with its default checked and converted, so that a bad one fails where it was written."""
+    if param.default is None or callable(param.default):
+        return param
+    value = host_value(param, param.default)
+    if value.ndim:
+        value = value.copy()
+        value.flags.writeable = False
+        return dataclasses.replace(param, default=value)
+    return dataclasses.replace(param, default=value.item())
+
+
+def bind_params(
+    params: tuple[Param, ...],
+    values: Mapping[str, Any],
+    *,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    place: Place | None = None,
+) -> BoundParams:
+    """Check ``values`` (defaults fill what is missing) and pack them.
+
+    Parameters
+    ----------
+    params : tuple of Param
+        The table of a compiled variant.
+    values : mapping
+        Name to number, NumPy array, or an object with ``ptr`` (address), ``shape``, ``strides`` (elements),
+        ``dtype``.
+    num_qo_heads, num_kv_heads : int
+        Lengths that an array with one number per head must have.
+    place : callable or None
+        Copies host arrays to the device; None: kernels read host memory.
+
+    Raises
+    ------
+    ArgumentError
+        Unknown or missing names, shapes, ranges, not finite.
+    DtypeError
+        A dtype that would change values.
+    """
+    known = {p.name for p in params}
+    for name in values:
+        if name not in known:
+            hint = f"parameters of this variant: {', '.join(sorted(known)) or 'none'}"
+            raise ArgumentError(f"argument {name}", "is not a parameter of the variant", hint=hint)
+    table = np.zeros(len(params), dtype=PARAM_REF)
+    host: dict[str, np.ndarray | None] = {}
+    keep: list[Any] = []
+    for slot, param in enumerate(params):
+        heads = num_qo_heads if param.heads == "qo" else num_kv_heads
+        value = values.get(param.name)
+        if value is None:
+            value = param.default(heads) if callable(param.default) else param.default
+        if value is None:
+            raise ArgumentError(param.name, "must be given", hint=f"run(..., {param.name}=...)")
+        record, array, owner = _pack(param, value, heads, place)
+        table[slot] = record
+        host[param.name] = array
+        if owner is not None:
+            keep.append(owner)
+    return BoundParams(table=table, host=host, keep=tuple(keep))
+
+
+def _pack(param: Param, value: Any, heads: int, place: Place | None) -> tuple[tuple, np.ndarray | None, Any]:
+    if hasattr(value, "ptr") and not isinstance(value, np.ndarray):
+        if str(value.dtype) != param.dtype:
+            raise DtypeError(param.name, f"must be {param.dtype}", value.dtype)
+        _check_array_shape(param, tuple(value.shape))
+        return _array_record(param, value.ptr, tuple(value.shape), tuple(value.strides), heads), None, value
+    array = host_value(param, value)
+    if param.rank == 0 and array.size == 1:
+        bits = int(array.reshape(()).view(f"<u{array.itemsize}"))
+        return (0, bits, (0,) * 4, (1,) * 4), array.reshape(()), None
+    owner: Any = array
+    if place is not None:
+        _array_record(param, 0, array.shape, (0,) * array.ndim, heads)  # checked before anything is copied
+        owner = place(param.name, np.ascontiguousarray(array))
+        return _array_record(param, owner.ptr, array.shape, tuple(owner.strides), heads), array, owner
+    strides = tuple(s // array.itemsize for s in array.strides)
+    if any(s % array.itemsize for s in array.strides):
+        array = owner = np.ascontiguousarray(array)
+        strides = tuple(s // array.itemsize for s in array.strides)
+    return _array_record(param, array.ctypes.data, array.shape, strides, heads), array, owner
+
+
+def _array_record(
+    param: Param, ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], heads: int
+) -> tuple:
+    if param.rank == 0:
+        count = int(np.prod(shape, dtype=np.int64))
+        if len(shape) > 1 or count not in (1, heads):
+            rule = f"must be a number, an array [1] or an array [{heads}] (one per {param.heads} head)"
+            raise ArgumentError(param.name, rule, list(shape))
+        if count == 1:
+            shape, strides = (1,), (0,)
+    pad = 4 - len(shape)
+    return (ptr, 0, tuple(strides) + (0,) * pad, tuple(shape) + (1,) * pad)

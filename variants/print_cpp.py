@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print a compiled variant as one C++17 struct that g++, nvcc and NVRTC all take.
+
+Each node becomes one named constant, operands first, so that the text has no nesting and shared
+subexpressions are computed once. Values that are constant along the keys of a row are moved into ``Row``: the
+compiler could not do that itself, because a store to the logits may alias a parameter. The header explains
+the struct to kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+
+from attnrt.variants.compose import Composed
+from attnrt.variants.expr import BOOL, FLOAT, INT, LONG, ROW, Node, topological
+from attnrt.variants.variant import CppText, PairMap, Param
+
+__all__ = ["PRINT", "include_dir", "print_variant"]
+
+CPP_TYPE = {FLOAT: "float", INT: "int", LONG: "long long", BOOL: "bool", "pair": "Pair"}
+PAIRINGS = {"half": "PAIR_HALF", "interleaved": "PAIR_INTERLEAVED", "single": "PAIR_SINGLE"}
+SIGNATURES = {
+    "logits": ("float", "float s"),
+    "mask": ("bool", ""),
+    "output": ("float", "int d, float o"),
+    "query": ("Pair", "int d, float x0, float x1"),
+    "key": ("Pair", "int d, float x0, float x1"),
+    "value": ("Pair", "int d, float x0, float x1"),
+}
+
+Rule = Callable[[str, list[str]], str]
+
+
+def _call(name: str) -> Rule:
+    return lambda dtype, a: f"{name}({', '.join(a)})"
+
+
+def _sign(sign: str) -> Rule:
+    return lambda dtype, a: f"{a[0]} {sign} {a[1]}"
+
+
+def _by_type(float_rule: Rule, int_rule: Rule) -> Rule:
+    return lambda dtype, a: (float_rule if dtype == FLOAT else int_rule)(dtype, a)
+
+
+#: Text of each operation from the result's type and the operands' names.
+PRINT: dict[str, Rule] = {
+    "abs": _by_type(_call("f_abs"), _call("iabs")),
+    "add": _by_type(_sign("+"), _call("iadd")),
+    "and": _sign("&"),
+    "ceil": _call("f_ceil"),
+    "cos": _call("f_cos"),
+    "cospi": _call("f_cospi"),
+    "div": _sign("/"),
+    "eq": _sign("=="),
+    "exp": _call("f_exp"),
+    "exp2": _call("f_exp2"),
+    "floor": _call("f_floor"),
+    "floordiv": _by_type(_call("f_floordiv"), _call("ifloordiv")),
+    "le": _sign("<="),
+    "log": _call("f_log"),
+    "log2": _call("f_log2"),
+    "logistic": _call("f_logistic"),
+    "lt": _sign("<"),
+    "max": _call("max_of"),
+    "min": _call("min_of"),
+    "mod": _by_type(_call("f_mod"), _call("imod")),
+    "mul": _by_type(_sign("*"), _call("imul")),
+    "ne": _sign("!="),
+    "neg": lambda dtype, a: f"-{a[0]}",
+    "not": lambda dtype, a: f"!{a[0]}" if dtype == BOOL else f"~{a[0]}",
+    "or": _sign("|"),
+    "pow": _call("f_pow"),
+    "rsqrt": _call("f_rsqrt"),
+    "sat_add": _call("sat_add"),
+    "sat_sub": _call("sat_sub"),
+    "shl": _call("ishl"),
+    "shr": _call("ishr"),
+    "sin": _call("f_sin"),
+    "sinpi": _call("f_sinpi"),
+    "sqrt": _call("f_sqrt"),
+    "sub": _by_type(_sign("-"), _call("isub")),
+    "tanh": _call("f_tanh"),
+    "where": lambda dtype, a: f"{a[0]} ? {a[1]} : {a[2]}",
+    "xor": _sign("^"),
+}
+
+
+def include_dir() -> str:
+    """Folder of ``attnrt_variant.h``, for the compiler's include path."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "include")
+
+
+def _literal(value: bool | int | float, dtype: str) -> str:
+    if dtype == BOOL:
+        return "true" if value else "false"
+    if dtype == INT:
+        return "INT_LOWEST" if value == -(2**31) else f"({value})" if value < 0 else str(value)
+    if dtype == LONG:
+        return "(-9223372036854775807LL - 1)" if value == -(2**63) else f"({value}LL)"
+    if math.isnan(value):
+        return "bits_to_float(0x7fc00000u)"
+    if math.isinf(value):
+        return f"bits_to_float(0x{'ff' if value < 0 else '7f'}800000u)"
+    text = f"{value:.9g}"
+    text = text if any(c in text for c in ".e") else text + ".0"
+    return f"({text}f)" if value < 0 or text.startswith("-") else f"{text}f"
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.op in ("const", "ctx", "input")
+
+
+class _Printer:
+    """Prints functions of one variant; holds the slots of its parameters."""
+
+    def __init__(self, params: tuple[Param, ...], texts: tuple[CppText, ...]) -> None:
+        self.params = {p.name: p for p in params}
+        self.texts = {t.label: t for t in texts}
+
+    def slot(self, name: str) -> str:
+        return f"p[slot_{name}]"
+
+    def expression(self, node: Node, args: list[str]) -> str:
+        if node.op == "const":
+            return _literal(node.attr, node.dtype)
+        if node.op == "ctx":
+            return f"c.{node.attr}"
+        if node.op == "input":
+            return "s" if node.attr == "score" else str(node.attr)
+        if node.op == "param":
+            head = "qo_head" if self.params[node.attr].heads == "qo" else "kv_head"
+            return f"scalar<{CPP_TYPE[node.dtype]}>({self.slot(node.attr)}, c.{head})"
+        if node.op == "index":
+            return f"element<{CPP_TYPE[node.dtype]}>({', '.join([self.slot(node.attr), *args])})"
+        if node.op == "cast":
+            if node.dtype == FLOAT or node.args[0].dtype != FLOAT:
+                return f"static_cast<{CPP_TYPE[node.dtype]}>({args[0]})"
+            return f"float_to_int({args[0]})"
+        if node.op in ("text", "pair"):
+            return f"{self.texts[node.attr].function}({', '.join(['p', 'c', *args])})"
+        if node.op in ("first", "second"):
+            return f"{args[0]}.{node.op}"
+        return PRINT[node.op](node.dtype, args)
+
+    def body(self, roots: Iterable[Node], given: dict[int, str]) -> tuple[list[str], list[str]]:
+        """Statements that compute ``roots``, and the names of their values; ``given`` names what is known."""
+        names = dict(given)
+        lines = []
+        for node in _needed(tuple(roots), given):
+            args = [names[id(a)] for a in node.args]
+            text = self.expression(node, args)
+            if _is_leaf(node):
+                names[id(node)] = text
+                continue
+            names[id(node)] = f"t{len(lines)}"
+            lines.append(f"    const {CPP_TYPE[node.dtype]} t{len(lines)} = {text};")
+        return lines, [names[id(r)] for r in roots]
+
+
+def _needed(roots: tuple[Node, ...], given: dict[int, str]) -> list[Node]:
+    """Nodes below ``roots`` in order, not descending below given ones."""
+    order: list[Node] = []
+    seen: set[int] = set(given)
+    stack = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args))
+    return order
+
+
+def _row_values(roots: list[Node]) -> list[Node]:
+    """Largest subexpressions that are constant along a row, in order, each once."""
+    found: dict[int, Node] = {}
+    for node in topological(tuple(roots)):
+        if node.level > ROW:
+            for arg in node.args:
+                if arg.level <= ROW and not _is_leaf(arg):
+                    found.setdefault(id(arg), arg)
+    for root in roots:
+        if root.level <= ROW and not _is_leaf(root):
+            found.setdefault(id(root), root)
+    return list(found.values())
+
+
+def print_variant(variant: Composed, name: str = "Variant") -> str:
+    """C++ text of ``struct name``; the same for equal keys."""
+    printer = _Printer(variant.params, variant.texts)
+    per_key = [n for n in (variant.logits, variant.mask) if n is not None]
+    row_values = _row_values(per_key)
+    row_names = {id(n): f"r.v{i}" for i, n in enumerate(row_values)}
+    parts = [
+        f"struct {name} {{",
+        *_flags(variant),
+        *_text_functions(variant),
+        *_row(printer, row_values, variant.low, variant.high),
+        *_logits(printer, variant.logits, row_names),
+        *_mask(printer, variant, row_names),
+    ]
+    for hook, pair in (("query", variant.query), ("key", variant.key_map), ("value", variant.value)):
+        parts += _pair(printer, hook, pair)
+    parts += _single(printer, "output", variant.output, "int d, float o", "o")
+    parts += _single(printer, "sink", variant.sink, "", "0.0f")
+    body = "\n".join([*parts, "};"])
+    return f'#include "attnrt_variant.h"\nnamespace attnrt {{\n{body}\n}}  // namespace attnrt\n'
+
+
+def _flags(variant: Composed) -> list[str]:
+    flags = {
+        "use_softmax": variant.use_softmax,
+        "has_logits": variant.logits is not None,
+        "has_mask": variant.has_mask,
+        "has_query": variant.query is not None,
+        "has_key": variant.key_map is not None,
+        "has_value": variant.value is not None,
+        "has_output": variant.output is not None,
+        "has_sink": variant.sink is not None,
+        "mask_is_interval": variant.mask_is_interval,
+        "reads_index_mask": variant.reads_index_mask,
+    }
+    lines = [f"  static constexpr bool {k} = {'true' if v else 'false'};" for k, v in flags.items()]
+    lines.append(f"  static constexpr int num_params = {len(variant.params)};")
+    lines += [f"  static constexpr int slot_{p.name} = {i};" for i, p in enumerate(variant.params)]
+    return lines
+
+
+def _function(returns: str, name: str, args: str, lines: list[str]) -> list[str]:
+    args = f", {args}" if args else ""
+    head = f"  template <class P> ATTNRT_HD static {returns} {name}([[maybe_unused]] const P& p{args}) {{"
+    return [head, *lines, "  }"]
+
+
+def _row(printer: _Printer, values: list[Node], low: Node | None, high: Node | None) -> list[str]:
+    fields = [f"{CPP_TYPE[n.dtype]} v{i};" for i, n in enumerate(values)]
+    fields += [f"int {n};" for n, end in (("low", low), ("high", high)) if end is not None]
+    roots = [*values, *(end for end in (low, high) if end is not None)]
+    lines, names = printer.body(roots, {})
+    lines.append(f"    return Row{{{', '.join(names)}}};")
+    return [
+        f"  struct Row {{ {' '.join(fields)} }};",
+        *_function("Row", "row", "[[maybe_unused]] const Ctx& c", lines),
+    ]
+
+
+ROW_ARGS = "[[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c"
+
+
+def _logits(printer: _Printer, root: Node | None, row_names: dict[int, str]) -> list[str]:
+    lines, names = ([], ["s"]) if root is None else printer.body([root], row_names)
+    lines.append(f"    return {names[0]};")
+    short = ["    return logits(p, row(p, c), c, s);"]
+    return [
+        *_function("float", "logits", ROW_ARGS + ", [[maybe_unused]] float s", lines),
+        *_function("float", "logits", "const Ctx& c, float s", short),
+    ]
+
+
+def _mask(printer: _Printer, variant: Composed, row_names: dict[int, str]) -> list[str]:
+    lines, names = ([], []) if variant.mask is None else printer.body([variant.mask], row_names)
+    tests = []
+    if variant.low is not None:
+        tests.append("(c.kv_pos >= r.low)")
+    if variant.high is not None:
+        tests.append("(c.kv_pos <= r.high)")
+    lines.append(f"    return {' & '.join([*tests, *names]) or 'true'};")
+    low = "r.low" if variant.low is not None else "INT_LOWEST"
+    high = "r.high" if variant.high is not None else "INT_HIGHEST"
+    return [
+        *_function("bool", "mask", ROW_ARGS, lines),
+        *_function("bool", "mask", "const Ctx& c", ["    return mask(p, row(p, c), c);"]),
+        "  ATTNRT_HD static void visible([[maybe_unused]] const Row& r, int& low, int& high) {",
+        f"    low = {low};",
+        f"    high = {high};",
+        "  }",
+    ]
+
+
+def _pair(printer: _Printer, hook: str, pair: PairMap | None) -> list[str]:
+    pairing, dim, lines = "PAIR_NONE", 0, []
+    if pair is not None:
+        pairing, dim = PAIRINGS[pair.pairing], pair.dim or 0
+        roots = [pair.y0] if pair.y1 is None else [pair.y0, pair.y1]
+        lines, names = printer.body(roots, {})
+        # Both results are read before either is written: y1 may use x0.
+        lines += [f"    const float y{i} = {n};" for i, n in enumerate(names)]
+        lines += [f"    x{i} = y{i};" for i in range(len(names))]
+    args = "[[maybe_unused]] const Ctx& c, [[maybe_unused]] int d, [[maybe_unused]] float& x0, "
+    return [
+        f"  static constexpr int {hook}_pairing = {pairing};",
+        f"  static constexpr int {hook}_dim = {dim};",
+        *_function("void", hook, args + "[[maybe_unused]] float& x1", lines),
+    ]
+
+
+def _single(printer: _Printer, name: str, root: Node | None, args: str, identity: str) -> list[str]:
+    lines, names = ([], [identity]) if root is None else printer.body([root], {})
+    lines.append(f"    return {names[0]};")
+    more = "".join(f", [[maybe_unused]] {a}" for a in args.split(", ") if a)
+    return _function("float", name, "[[maybe_unused]] const Ctx& c" + more, lines)
+
+
+def _text_functions(variant: Composed) -> list[str]:
+    """The user's C++ text, each hook as one static function with its parameters as names in scope."""
+    params = {p.name: p for p in variant.params}
+    lines = []
+    for text in variant.texts:
+        returns, args = SIGNATURES[text.hook]
+        locals_ = [_text_param(params[n]) for n in text.params]
+        body = text.body if "return" in text.body or returns == "Pair" else f"return ({text.body});"
+        if returns == "Pair":
+            body = f'float y0 = x0, y1 = x1;\n#line 1 "{text.label}"\n{text.body}\n;return Pair{{y0, y1}};'
+        else:
+            body = f'#line 1 "{text.label}"\n{body}'
+        more = "".join(f", [[maybe_unused]] {a}" for a in args.split(", ") if a)
+        lines += _function(returns, text.function, "[[maybe_unused]] const Ctx& ctx" + more, [*locals_, body])
+    if lines:
+        lines.append('#line 1 "variant"')
+    return lines
+
+
+def _text_param(param: Param) -> str:
+    kind = CPP_TYPE[param.dtype]
+    if param.rank:
+        return f"    [[maybe_unused]] const View<{kind}, {param.rank}> {param.name}{{p[slot_{param.name}]}};"
+    head = "qo_head" if param.heads == "qo" else "kv_head"
+    return (
+        f"    [[maybe_unused]] const {kind} {param.name} = scalar<{kind}>(p[slot_{param.name}], ctx.{head});"
+    )
