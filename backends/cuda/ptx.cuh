@@ -100,6 +100,11 @@ ATTNRT_DEV void ldmatrix_x4_trans(u32 (&r)[4], u32 addr) {
                : "memory");
 }
 
+// Two 8x8 matrices; lanes 0..15 give the row addresses.
+ATTNRT_DEV void ldmatrix_x2(u32 (&r)[2], u32 addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(addr) : "memory");
+}
+
 // Two 8x8 matrices, transposed; lanes 0..15 give the row addresses.
 ATTNRT_DEV void ldmatrix_x2_trans(u32 (&r)[2], u32 addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(addr) : "memory");

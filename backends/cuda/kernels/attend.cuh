@@ -1,0 +1,435 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tile kernel: a persistent CTA of four warps runs the work items of one worker, tensor cores of sm_80 (mma.sync m16n8k16).
+//
+// Division of labour in a tile of kTile keys: each warp scores a quarter of the keys for all rows, the warps agree on the row
+// maxima through shared memory, write the weights P there, and each accumulates a quarter of the output columns over all keys.
+// So there is one state per row (no per-warp states to fold), registers hold acc[rows][columns / 4], and what is added in which
+// order depends on kTile and the four warps alone: a row has the same bits in a tile of 16 rows and of 64, in decode and in
+// prefill. The alternative, a warp per 16 rows with all keys, needs no exchange but leaves three warps idle in decode and makes
+// decode and prefill two numeric classes.
+#pragma once
+#include "attnrt_variant.h"
+#include "convert.cuh"
+#include "finish.cuh"
+#include "loader.cuh"
+
+namespace attnrt {
+
+template <class Config, class Variant>
+class Attend {
+  using L = Layout<Config, Variant>;
+  static constexpr int kMB = Config::m_blocks;
+  static constexpr int kNS = L::kWarpKeys / 8;   // 8-key blocks of scores per warp
+  static constexpr int kNO = L::kWarpCols / 8;   // 8-column blocks of output per warp
+  static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
+
+ public:
+  __device__ __forceinline__ Attend(const RunParams& p, const ParamRef* params, char* smem)
+      : p_(p), params_(params), smem_(smem), meta_(*reinterpret_cast<Meta<L>*>(smem + L::kOffsetMeta)) {
+    lane_ = threadIdx.x % 32;
+    warp_ = threadIdx.x / 32;
+  }
+
+  __device__ __forceinline__ void run() {
+    // Padded columns are multiplied too: they must hold zeros, not what the last kernel left.
+    for (int i = threadIdx.x; i < L::kOffsetMeta / 16; i += L::kThreads) {
+      reinterpret_cast<uint4*>(smem_)[i] = make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+    TileCursor<L::kTile> ahead(p_, blockIdx.x);
+    stage_ = 0;
+    fill_ = 0;
+#pragma unroll
+    for (int s = 0; s < L::kStages - 1; ++s) fetch(ahead);
+    const int end = p_.worker_indptr[blockIdx.x + 1];
+    for (int i = p_.worker_indptr[blockIdx.x]; i < end; ++i) {
+      const WorkItem item = p_.work[i];
+      for (int head = item.head_begin; head < item.head_end; ++head) run_head(item, head, ahead);
+    }
+    ptx::cp_async_wait<0>();
+  }
+
+ private:
+  struct State {
+    float m[kMB][2], l[kMB][2];
+    float acc[kMB][kNO][4];
+  };
+
+  __device__ __forceinline__ void fetch(TileCursor<L::kTile>& ahead) {
+    if (!ahead.done()) {
+      load_tile<Config, Variant>(p_, ahead, smem_, fill_, meta_);
+      ahead.advance();
+    }
+    ptx::cp_async_commit();
+    fill_ = fill_ + 1 == L::kStages ? 0 : fill_ + 1;
+  }
+
+  __device__ __forceinline__ void run_head(const WorkItem& item, int head, TileCursor<L::kTile>& ahead) {
+    const PartDesc& part = p_.parts[item.part];
+    __syncthreads();  // the tile before is done with Q and the row tables
+    open_rows<Config, Variant>(p_, params_, item, part, head, meta_);
+    load_q<Config, Variant>(p_, params_, head, smem_, meta_);
+    blocks_ = ((item.q_end - item.q_begin) * Config::group + 15) / 16;
+    __syncthreads();
+
+    const RulerDesc& ruler = p_.header->rulers[item.klass];
+    State total;
+    clear(total);
+    for (int leaf = item.leaf_begin; leaf < item.leaf_end; ++leaf) {
+      State state;
+      clear(state);
+      const int start = ruler.start(leaf);
+      const int stop = min(ruler.start(leaf + 1), item.kv_end);
+      for (int tile = first_tile<L::kTile>(start, item.kv_begin); tile < stop; tile += L::kTile) {
+        ptx::cp_async_wait<L::kStages - 2>();
+        __syncthreads();  // the tile has arrived for all, and all are done with the one before
+        fetch(ahead);
+        step(item, head, tile, state);
+        stage_ = stage_ + 1 == L::kStages ? 0 : stage_ + 1;
+      }
+      close_leaf(state);
+      if (item.fold) {
+        fold(total, state);
+      } else if (item.slot >= 0) {
+        store_state(item, head, leaf - item.leaf_begin, state);
+      } else {
+        total = state;
+      }
+    }
+    if (item.slot < 0) {
+      finish(head, total);
+    } else if (item.fold) {
+      store_state(item, head, 0, total);
+    }
+  }
+
+  __device__ __forceinline__ static void clear(State& s) {
+#pragma unroll
+    for (int b = 0; b < kMB; ++b) {
+      s.m[b][0] = s.m[b][1] = neg_inf();
+      s.l[b][0] = s.l[b][1] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kNO; ++n) s.acc[b][n][0] = s.acc[b][n][1] = s.acc[b][n][2] = s.acc[b][n][3] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ int row_of(int block, int half) const { return block * 16 + half * 8 + lane_ / 4; }
+
+  // One KV tile: scores, weights, output.
+  __device__ __forceinline__ void step(const WorkItem& item, int head, int tile, State& state) {
+    const char* k = smem_ + L::kOffsetStages + stage_ * L::kStageBytes;
+    const char* v = L::kVFromK ? k : k + L::kRawBytesK;
+    if constexpr (L::kConvertK || L::kConvertV) {
+      convert_tile<Config, Variant>(p_, params_, head, meta_.request[0], smem_, stage_, meta_);
+      if constexpr (L::kConvertK) k = smem_ + L::kOffsetK;
+      if constexpr (L::kVFromK) {
+        v = k;
+      } else if constexpr (L::kConvertV) {
+        v = smem_ + L::kOffsetV;
+      }
+      __syncwarp();
+    }
+    float s[kMB][kNS][4];
+    scores(k, s);
+    logits(item, head, tile, s);
+    if constexpr (Variant::use_softmax) {
+      row_maxima(s);
+      __syncthreads();
+      weights(s, state);
+    } else {
+      sums(s, state);
+    }
+    store_weights(s);
+    __syncthreads();
+    accumulate(v, state);
+  }
+
+  // s = Q K^T over this warp's keys.
+  __device__ __forceinline__ void scores(const char* k, float (&s)[kMB][kNS][4]) const {
+#pragma unroll
+    for (int b = 0; b < kMB; ++b)
+#pragma unroll
+      for (int n = 0; n < kNS; ++n) s[b][n][0] = s[b][n][1] = s[b][n][2] = s[b][n][3] = 0.0f;
+    const unsigned q = ptx::smem_addr(smem_ + L::kOffsetQ) + lane_ % 16 * L::kPitchK + lane_ / 16 * 16;
+    const unsigned rows = ptx::smem_addr(k) + warp_ * L::kWarpKeys * L::kPitchK;
+    const unsigned k_two = rows + (lane_ / 16 * 8 + lane_ % 8) * L::kPitchK + lane_ / 8 % 2 * 16;
+    const unsigned k_one = rows + lane_ % 8 * L::kPitchK + lane_ / 8 % 2 * 16;
+#pragma unroll
+    for (int d = 0; d < L::kDim / 16; ++d) {
+      unsigned kb[4];
+      if constexpr (kNS == 2) {
+        ptx::ldmatrix_x4(kb, k_two + d * 32);
+      } else {
+        unsigned pair[2];
+        ptx::ldmatrix_x2(pair, k_one + d * 32);
+        kb[0] = pair[0];
+        kb[1] = pair[1];
+      }
+#pragma unroll
+      for (int b = 0; b < kMB; ++b) {
+        if (b < blocks_) {
+          unsigned a[4];
+          ptx::ldmatrix_x4(a, q + b * 16 * L::kPitchK + d * 32);
+#pragma unroll
+          for (int n = 0; n < kNS; ++n) ptx::mma_m16n8k16<kH>(s[b][n], a, kb[2 * n], kb[2 * n + 1]);
+        }
+      }
+    }
+  }
+
+  // Scale, variant, mask; the result is a base-2 logit (-inf: unseen), or a weight (0: unseen) without a softmax.
+  __device__ __forceinline__ void logits(const WorkItem& item, int head, int tile, float (&s)[kMB][kNS][4]) const {
+    // A tile that every row sees whole needs no test per element.
+    const bool whole = meta_.all_live[stage_][warp_] && !meta_.any_mask && Variant::mask_is_interval &&
+                       meta_.pos_min[stage_][warp_] >= meta_.low_max && meta_.pos_max[stage_][warp_] <= meta_.high_min &&
+                       tile + L::kTile <= meta_.limit_min;
+    const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
+#pragma unroll
+    for (int b = 0; b < kMB; ++b) {
+      if (b >= blocks_) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row_of(b, half);
+        const bool hooks = Variant::has_logits || !Variant::mask_is_interval;
+        Ctx c;
+        typename Variant::Row row;
+        if constexpr (hooks) {
+          c = row_ctx<Config, Variant>(p_, meta_, r, head);
+          row = Variant::row(params_, c);
+        }
+#pragma unroll
+        for (int n = 0; n < kNS; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[b][n][2 * half + e];
+            const int key = warp_ * L::kWarpKeys + n * 8 + lane_ % 4 * 2 + e;
+            if constexpr (hooks) {
+              c.kv_pos = meta_.pos[stage_][key];
+              c.kv_slot = meta_.slot[stage_][key];
+            }
+            x = Variant::logits(params_, row, c, x * scale);
+            if constexpr (Variant::has_logits && Variant::use_softmax) x *= kLog2e;
+            if (!whole) x = seen(part_mask(item), r, row, c, key, tile) ? x : (Variant::use_softmax ? neg_inf() : 0.0f);
+          }
+      }
+    }
+  }
+
+  __device__ __forceinline__ const unsigned char* part_mask(const WorkItem& item) const {
+    return Variant::reads_index_mask ? p_.parts[item.part].mask : nullptr;
+  }
+
+  template <class Row>
+  __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, const Ctx& c, int key, int tile) const {
+    const int pos = meta_.pos[stage_][key];
+    bool yes = pos != kDeadKey && pos >= meta_.low[r] && pos <= meta_.high[r] && tile + key < meta_.limit[r];
+    if constexpr (!Variant::mask_is_interval) yes = yes && Variant::mask(params_, row, c);
+    if constexpr (Variant::reads_index_mask) {
+      if (yes && meta_.mask_bit[r] != kNoMask && tile + key >= meta_.mask_from[r]) {
+        const long long bit = meta_.mask_bit[r] + tile + key;
+        yes = mask[bit >> 3] >> (bit & 7) & 1;
+      }
+    }
+    return yes;
+  }
+
+  __device__ __forceinline__ void row_maxima(const float (&s)[kMB][kNS][4]) {
+#pragma unroll
+    for (int b = 0; b < kMB; ++b) {
+      if (b >= blocks_) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float m = neg_inf();
+#pragma unroll
+        for (int n = 0; n < kNS; ++n) m = fmaxf(m, fmaxf(s[b][n][2 * half], s[b][n][2 * half + 1]));
+        m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+        if (lane_ % 4 == 0) meta_.reduce[warp_][row_of(b, half)] = m;
+      }
+    }
+  }
+
+  // s becomes 2^(s - m) under the new running maximum; l and acc are brought to it.
+  __device__ __forceinline__ void weights(float (&s)[kMB][kNS][4], State& state) const {
+#pragma unroll
+    for (int b = 0; b < kMB; ++b) {
+      if (b >= blocks_) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row_of(b, half);
+        const float before = state.m[b][half];
+        float m = before;
+#pragma unroll
+        for (int w = 0; w < L::kWarps; ++w) m = fmaxf(m, meta_.reduce[w][r]);
+        const float shrink = exp2_diff(before, m);
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kNS; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[b][n][2 * half + e];
+            x = exp2_diff(x, m);
+            sum += x;
+          }
+        state.m[b][half] = m;
+        state.l[b][half] = fmaf(state.l[b][half], shrink, sum);
+#pragma unroll
+        for (int n = 0; n < kNO; ++n) {
+          state.acc[b][n][2 * half] *= shrink;
+          state.acc[b][n][2 * half + 1] *= shrink;
+        }
+      }
+    }
+  }
+
+  // Without a softmax the state only remembers that it is not the empty one.
+  __device__ __forceinline__ void sums(const float (&)[kMB][kNS][4], State& state) const {
+#pragma unroll
+    for (int b = 0; b < kMB; ++b) state.m[b][0] = state.m[b][1] = 0.0f;
+  }
+
+  __device__ __forceinline__ void store_weights(const float (&s)[kMB][kNS][4]) const {
+#pragma unroll
+    for (int b = 0; b < kMB; ++b) {
+      if (b >= blocks_) continue;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        char* row = smem_ + L::kOffsetP + row_of(b, half) * L::kPitchP + (warp_ * L::kWarpKeys + lane_ % 4 * 2) * 2;
+#pragma unroll
+        for (int n = 0; n < kNS; ++n) {
+          *reinterpret_cast<unsigned*>(row + n * 16) = ptx::pack2<kH>(s[b][n][2 * half], s[b][n][2 * half + 1]);
+        }
+      }
+    }
+  }
+
+  // acc += P V over this warp's columns and all keys of the tile.
+  __device__ __forceinline__ void accumulate(const char* v, State& state) const {
+    const unsigned weights = ptx::smem_addr(smem_ + L::kOffsetP) + lane_ % 16 * L::kPitchP + lane_ / 16 * 16;
+    const unsigned cols = ptx::smem_addr(v) + lane_ % 16 * L::kPitchV + warp_ * L::kWarpCols * 2;
+#pragma unroll
+    for (int key = 0; key < L::kTile / 16; ++key) {
+      unsigned a[kMB][4];
+#pragma unroll
+      for (int b = 0; b < kMB; ++b)
+        if (b < blocks_) ptx::ldmatrix_x4(a[b], weights + b * 16 * L::kPitchP + key * 32);
+#pragma unroll
+      for (int n = 0; n < kNO; n += 2) {
+        unsigned vb[4];
+        if (n + 1 < kNO) {
+          ptx::ldmatrix_x4_trans(vb, cols + key * 16 * L::kPitchV + n * 16 + lane_ / 16 * 16);
+        } else {
+          unsigned pair[2];
+          ptx::ldmatrix_x2_trans(pair, cols + key * 16 * L::kPitchV + n * 16);
+          vb[0] = pair[0];
+          vb[1] = pair[1];
+        }
+#pragma unroll
+        for (int b = 0; b < kMB; ++b) {
+          if (b >= blocks_) continue;
+          ptx::mma_m16n8k16<kH>(state.acc[b][n], a[b], vb[0], vb[1]);
+          if (n + 1 < kNO) ptx::mma_m16n8k16<kH>(state.acc[b][n + 1], a[b], vb[2], vb[3]);
+        }
+      }
+    }
+  }
+
+  // Row sums of the leaf: the four lanes of a row, then the warps in order.
+  __device__ __forceinline__ void close_leaf(State& state) {
+    if constexpr (!Variant::use_softmax) return;
+    __syncthreads();  // all have read the maxima of the last tile
+#pragma unroll
+    for (int b = 0; b < kMB; ++b)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float l = state.l[b][half];
+        l += __shfl_xor_sync(0xffffffffu, l, 1);
+        l += __shfl_xor_sync(0xffffffffu, l, 2);
+        if (lane_ % 4 == 0) meta_.reduce[warp_][row_of(b, half)] = l;
+      }
+    __syncthreads();
+#pragma unroll
+    for (int b = 0; b < kMB; ++b)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row_of(b, half);
+        float l = meta_.reduce[0][r];
+#pragma unroll
+        for (int w = 1; w < L::kWarps; ++w) l += meta_.reduce[w][r];
+        state.l[b][half] = l;
+      }
+  }
+
+  __device__ __forceinline__ static void fold(State& total, const State& leaf) {
+#pragma unroll
+    for (int b = 0; b < kMB; ++b)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Fold f = fold_head<Variant::use_softmax>(total.m[b][half], total.l[b][half], leaf.m[b][half], leaf.l[b][half]);
+        total.m[b][half] = f.m;
+        total.l[b][half] = f.l;
+#pragma unroll
+        for (int n = 0; n < kNO; ++n)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) total.acc[b][n][e] = fold_acc(f, total.acc[b][n][e], leaf.acc[b][n][e]);
+      }
+  }
+
+  __device__ __forceinline__ void store_state(const WorkItem& item, int head, int leaf, const State& state) const {
+    const int queries = item.q_end - item.q_begin;
+    const long long heads = static_cast<long long>(p_.num_qo_heads);
+#pragma unroll
+    for (int b = 0; b < kMB; ++b)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row_of(b, half);
+        const int query = r / Config::group;
+        if (query >= queries) continue;
+        const long long at = (static_cast<long long>(item.slot) + leaf * queries + query) * heads + head * Config::group +
+                             r % Config::group;
+        if (warp_ == 0 && lane_ % 4 == 0) {
+          reinterpret_cast<float2*>(p_.partial_ml)[at] = make_float2(state.m[b][half], state.l[b][half]);
+        }
+#pragma unroll
+        for (int n = 0; n < kNO; ++n) {
+          const int col = warp_ * L::kWarpCols + n * 8 + lane_ % 4 * 2;
+          float* to = p_.partial_acc + at * Config::head_dim_vo + col;
+          if (col < Config::head_dim_vo) to[0] = state.acc[b][n][2 * half];
+          if (col + 1 < Config::head_dim_vo) to[1] = state.acc[b][n][2 * half + 1];
+        }
+      }
+  }
+
+  __device__ __forceinline__ void finish(int head, const State& state) const {
+    typedef typename Bits<Config::out_type>::type Element;
+#pragma unroll
+    for (int b = 0; b < kMB; ++b)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row_of(b, half);
+        if (meta_.qo_row[r] < 0) continue;
+        const Ctx c = row_ctx<Config, Variant>(p_, meta_, r, head);
+        const FinishRow row = finish_head<Variant>(params_, c, state.m[b][half], state.l[b][half]);
+        if (warp_ == 0 && lane_ % 4 == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
+#pragma unroll
+        for (int n = 0; n < kNO; ++n) {
+          const int col = warp_ * L::kWarpCols + n * 8 + lane_ % 4 * 2;
+          Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, col));
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            if (col + e < Config::head_dim_vo) {
+              to[e] = finish_value<Config, Variant>(params_, c, row, col + e, state.acc[b][n][2 * half + e]);
+            }
+          }
+        }
+      }
+  }
+
+  const RunParams& p_;
+  const ParamRef* params_;
+  char* smem_;
+  Meta<L>& meta_;
+  int lane_, warp_, stage_, fill_, blocks_;
+};
+
+}  // namespace attnrt

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// The order in which a CTA walks its work: items, KV heads of an item, leaves, tiles. The loader runs a cursor of its own a few
+// tiles ahead of the compute loop, so that the pipeline stays full across leaves, heads and items.
+#pragma once
+#include "params.cuh"
+
+namespace attnrt {
+
+// One list of KV blocks: a block row under one KV head.
+struct KvList {
+  const int* indices;  // first listed block, or null: affine
+  const int* block_pos;
+  long long base;  // affine: slot of entry 0
+  int pos;         // position of entry 0 where block_pos is null
+  int offset;      // offset in the request of entry 0
+  int entries;     // listed blocks
+
+  __device__ __forceinline__ void open(const PartDesc& part, int row, int head) {
+    const int list = row * part.heads + (part.heads > 1 ? head : 0);
+    const int first = part.indptr[list];
+    entries = part.indptr[list + 1] - first;
+    indices = part.indices ? part.indices + first : nullptr;
+    block_pos = part.block_pos ? part.block_pos + first : nullptr;
+    base = part.kv_base ? part.kv_base[row] : 0;
+    pos = part.kv_pos ? part.kv_pos[row] : 0;
+    offset = part.kv_offset[row];
+  }
+};
+
+// First tile of a leaf that holds a key at or past `from`: tiles start at multiples of the tile size from the leaf's start.
+template <int kTile>
+__device__ __forceinline__ int first_tile(int leaf_start, int from) {
+  return from <= leaf_start ? leaf_start : leaf_start + (from - leaf_start) / kTile * kTile;
+}
+
+template <int kTile>
+class TileCursor {
+ public:
+  // Fields are read where they lie (the first-level cache holds them): copies would cost the compute loop sixty registers.
+  const WorkItem* item;
+  const PartDesc* part;
+  KvList list;
+  int head;
+  int tile;  // offset in the request of the tile's first key
+
+  __device__ __forceinline__ TileCursor(const RunParams& p, int worker)
+      : p_(p), next_(p.worker_indptr[worker]), end_(p.worker_indptr[worker + 1]), done_(false) {
+    next_item();
+  }
+  __device__ __forceinline__ bool done() const { return done_; }
+
+  __device__ __forceinline__ void advance() {
+    tile += kTile;
+    if (tile < stop_) return;
+    if (++leaf_ < item->leaf_end) {
+      open_leaf();
+    } else if (++head < item->head_end) {
+      open_head();
+    } else {
+      next_item();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void next_item() {
+    for (; next_ < end_; ++next_) {
+      item = p_.work + next_;
+      if (item->kv_begin < item->kv_end) {
+        ++next_;
+        part = p_.parts + item->part;
+        head = item->head_begin;
+        open_head();
+        return;
+      }
+    }
+    done_ = true;
+  }
+  __device__ __forceinline__ void open_head() {
+    list.open(*part, item->row, head);
+    leaf_ = item->leaf_begin;
+    open_leaf();
+  }
+  __device__ __forceinline__ void open_leaf() {
+    const RulerDesc& ruler = p_.header->rulers[item->klass];
+    tile = first_tile<kTile>(ruler.start(leaf_), item->kv_begin);
+    stop_ = min(ruler.start(leaf_ + 1), item->kv_end);
+  }
+
+  const RunParams& p_;
+  int next_, end_, leaf_, stop_;
+  bool done_;
+};
+
+}  // namespace attnrt

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// Folds the stored states of rows that several items share, then finishes them. One warp per (row, query head), lanes over columns.
+#pragma once
+#include "attnrt_variant.h"
+#include "finish.cuh"
+
+namespace attnrt {
+
+template <class Config, class Variant>
+class Merge {
+  static constexpr int kCols = (Config::head_dim_vo + 31) / 32;  // columns per lane: lane, lane + 32, ...
+  static constexpr int kLevels = 24;                             // pairwise tree: up to 2^24 leaves
+
+  struct State {
+    float m, l, acc[kCols];
+  };
+
+ public:
+  __device__ __forceinline__ Merge(const RunParams& p, const ParamRef* params) : p_(p), params_(params), lane_(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ void run() {
+    const int warps = blockDim.x / 32 * gridDim.x;
+    const long long total = static_cast<long long>(p_.header->num_merges) * p_.num_qo_heads;
+    for (long long i = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; i < total; i += warps) {
+      const MergeRow row = p_.merge_rows[i / p_.num_qo_heads];
+      const int head = static_cast<int>(i % p_.num_qo_heads);
+      const int kv_head = head / Config::group;
+      if (kv_head < row.head_begin || kv_head >= row.head_end) continue;
+      finish(row, head, p_.header->pairwise ? pairwise(row, head) : sequential(row, head));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static State empty() {
+    State s;
+    s.m = neg_inf();
+    s.l = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) s.acc[i] = 0.0f;
+    return s;
+  }
+
+  __device__ __forceinline__ State load(int entry, int head) const {
+    const long long at = static_cast<long long>(p_.merge_slots[entry]) * p_.num_qo_heads + head;
+    State s;
+    const float2 ml = reinterpret_cast<const float2*>(p_.partial_ml)[at];
+    s.m = ml.x;
+    s.l = ml.y;
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) {
+      const int col = lane_ + 32 * i;
+      s.acc[i] = col < Config::head_dim_vo ? p_.partial_acc[at * Config::head_dim_vo + col] : 0.0f;
+    }
+    return s;
+  }
+
+  __device__ __forceinline__ static void fold(State& a, const State& b) {
+    const Fold f = fold_head<Variant::use_softmax>(a.m, a.l, b.m, b.l);
+    a.m = f.m;
+    a.l = f.l;
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) a.acc[i] = fold_acc(f, a.acc[i], b.acc[i]);
+  }
+
+  __device__ __forceinline__ State sequential(const MergeRow& row, int head) const {
+    State s = empty();
+    for (int e = row.slot_begin; e < row.slot_end; ++e) fold(s, load(e, head));
+    return s;
+  }
+
+  // Spans split at the largest power of two below them: a binary counter over the absolute leaf index, missing leaves empty.
+  __device__ __noinline__ State pairwise(const MergeRow& row, int head) const {
+    State stack[kLevels];
+    int depth = 0, e = row.slot_begin;
+    const int last = row.slot_end > row.slot_begin ? p_.merge_leaves[row.slot_end - 1] : -1;
+    for (int leaf = 0; leaf <= last; ++leaf) {
+      State s = p_.merge_leaves[e] == leaf ? load(e++, head) : empty();
+      for (int level = leaf; level & 1; level >>= 1) {
+        State left = stack[--depth];
+        fold(left, s);
+        s = left;
+      }
+      stack[depth++] = s;
+    }
+    if (depth == 0) return empty();
+    State s = stack[--depth];
+    while (depth > 0) {
+      State left = stack[--depth];
+      fold(left, s);
+      s = left;
+    }
+    return s;
+  }
+
+  __device__ __forceinline__ void finish(const MergeRow& merge, int head, const State& s) const {
+    typedef typename Bits<Config::out_type>::type Element;
+    Ctx c;
+    c.request = c.qo_pos = c.kv_pos = c.qo_len = c.kv_len = 0;  // output hooks and sinks read heads and rows
+    c.kv_slot = 0;
+    c.qo_row = merge.qo_row;
+    c.qo_head = head;
+    c.kv_head = head / Config::group;
+    const FinishRow row = finish_head<Variant>(params_, c, s.m, s.l);
+    if (lane_ == 0) store_lse(p_, c.qo_row, head, row.lse);
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) {
+      const int col = lane_ + 32 * i;
+      if (col < Config::head_dim_vo) {
+        *reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, head, col)) =
+            finish_value<Config, Variant>(params_, c, row, col, s.acc[i]);
+      }
+    }
+  }
+
+  const RunParams& p_;
+  const ParamRef* params_;
+  int lane_;
+};
+
+}  // namespace attnrt

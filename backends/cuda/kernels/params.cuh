@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the host hands to the kernels: one struct by value per launch, and a header in the workspace that changes with the plan.
+//
+// A captured graph freezes the struct, so it holds only what outlives a plan (addresses of the workspace, the caller's tensors,
+// parameters of the variant). Everything that a later plan may change (parts, counts, work) is read through those addresses.
+// python: backends/cuda/pack.py writes the same layouts; a test compares the sizes and offsets.
+#pragma once
+
+namespace attnrt {
+
+// Division of a 31-bit number by a constant: n / d = (n * mul) >> (32 + shift), or n >> shift when mul is 0 (d a power of two).
+struct FastDiv {
+  unsigned divisor;
+  unsigned mul;
+  unsigned shift;
+
+  __device__ __forceinline__ void split(unsigned n, unsigned& quotient, unsigned& rest) const {
+    quotient = mul ? __umulhi(n, mul) >> shift : n >> shift;
+    rest = n - quotient * divisor;
+  }
+};
+
+// K or V as a pool of slots. Strides in elements.
+struct PagedKv {
+  const char* ptr;
+  long long stride_page;
+  long long stride_token;
+  long long stride_head;
+  long long num_slots;  // every slot at or past it reads as a dead key
+  FastDiv page;         // the cache's own page size
+  int vectors;          // 1: base and strides are multiples of 16 bytes, rows come by 16-byte asynchronous copies
+};
+
+// One part of the index (formats/base.py BlockSparse); pointers into the workspace or to the caller's bound arrays, null where absent.
+struct PartDesc {
+  const int* qo_index;
+  const int* request;
+  const int* qo_pos;
+  const int* indptr;
+  const int* indices;
+  const long long* kv_base;
+  const int* kv_pos;
+  const int* block_pos;
+  const int* kv_begin;
+  const int* kv_end;
+  const int* kv_offset;
+  const unsigned char* mask;
+  const long long* mask_offset;
+  const int* mask_begin;
+  FastDiv block;  // tokens per block C
+  int heads;      // lists per row: 1 or num_kv_heads
+};
+
+// Leaf boundaries of a numeric class (scheduler/base.py Ruler): up to four runs of equal leaves, then a tail.
+struct RulerDesc {
+  int count[4];
+  int size[4];
+  int tail;
+
+  __device__ __forceinline__ int start(int leaf) const {
+    int offset = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = leaf < count[i] ? leaf : count[i];
+      offset += n * size[i];
+      leaf -= n;
+    }
+    return offset + leaf * tail;
+  }
+};
+
+// Head of the plan in the workspace.
+struct PlanHeader {
+  int num_items;
+  int num_merges;
+  int num_parts;
+  int pairwise;  // reduction tree: 0 sequential, 1 pairwise
+  RulerDesc rulers[4];
+};
+
+// Columns of a work item and of a merge row (scheduler/base.py WORK_FIELDS, MERGE_FIELDS).
+struct WorkItem {
+  int part, row, q_begin, q_end, head_begin, head_end, kv_begin, kv_end, leaf_begin, leaf_end, slot, klass, fold, cost;
+};
+struct MergeRow {
+  int qo_row, head_begin, head_end, slot_begin, slot_end;
+};
+
+struct RunParams {
+  const PlanHeader* header;
+  const PartDesc* parts;
+  const WorkItem* work;
+  const int* worker_indptr;
+  const MergeRow* merge_rows;
+  const int* merge_slots;
+  const int* merge_leaves;
+  const int* qo_lens;
+  const int* kv_lens;
+  const int* bound_kv_lens;  // null: kv_lens are true
+  float* partial_acc;        // [slots, num_qo_heads, head_dim_vo]
+  float* partial_ml;         // [slots, num_qo_heads, 2]: m (base 2), l
+  const char* q;
+  long long q_stride_row, q_stride_head;  // elements
+  PagedKv k, v;
+  char* out;
+  long long out_stride_row, out_stride_head;
+  float* lse;  // null: not wanted
+  long long lse_stride_row, lse_stride_head;
+  float sm_scale;
+  int num_qo_heads;
+};
+
+// A request's true lengths where the host only knew bounds: how far keys and the queries' positions move (<= 0).
+__device__ __forceinline__ int bound_shift(const RunParams& p, int request) {
+  return p.bound_kv_lens ? p.bound_kv_lens[request] - p.kv_lens[request] : 0;
+}
+
+}  // namespace attnrt

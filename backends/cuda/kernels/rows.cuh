@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// The query side of a tile: which rows it holds, what each may see, and Q itself in shared memory. Rows of a tile are the item's
+// queries times the query heads of one KV head (grouped-query packing): row r is query r / group, head r % group.
+#pragma once
+#include "attnrt_variant.h"
+#include "layout.cuh"
+
+namespace attnrt {
+
+// What a hook may read about row r and its tile; the caller adds the key.
+template <class Config, class Variant>
+__device__ __forceinline__ Ctx row_ctx(const RunParams& p, const Meta<Layout<Config, Variant>>& meta, int r, int kv_head) {
+  Ctx c;
+  c.request = meta.request[r];
+  c.qo_pos = meta.qo_pos[r];
+  c.qo_row = meta.qo_row[r];
+  c.qo_head = kv_head * Config::group + r % Config::group;
+  c.kv_head = kv_head;
+  c.qo_len = p.qo_lens[c.request];
+  c.kv_len = p.bound_kv_lens ? p.bound_kv_lens[c.request] : p.kv_lens[c.request];
+  c.kv_pos = 0;
+  c.kv_slot = 0;
+  return c;
+}
+
+// Fills the row tables for one (item, KV head). Rows past the item's queries see nothing.
+template <class Config, class Variant>
+__device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* params, const WorkItem& item, const PartDesc& part,
+                                          int kv_head, Meta<Layout<Config, Variant>>& meta) {
+  using L = Layout<Config, Variant>;
+  const int r = threadIdx.x;
+  if (r < L::kRows) {
+    const int query = item.q_begin + r / Config::group;
+    int low = 0x7fffffff, high = kDeadKey, limit = 0x7fffffff, qo_row = -1, qo_pos = 0, request = 0, from = 0;
+    long long bit = kNoMask;
+    if (query < item.q_end) {
+      request = part.request[query];
+      const int shift = bound_shift(p, request);
+      qo_row = part.qo_index ? part.qo_index[query] : query;
+      qo_pos = part.qo_pos[query] + shift;
+      if (p.bound_kv_lens) limit = p.bound_kv_lens[request];
+      if (Variant::reads_index_mask && part.mask_offset && part.mask_offset[query] >= 0) {
+        from = part.mask_begin[item.row] + shift;
+        bit = part.mask_offset[query] - from;
+      }
+    }
+    meta.request[r] = request;
+    meta.qo_row[r] = qo_row;
+    meta.qo_pos[r] = qo_pos;
+    meta.limit[r] = limit;
+    meta.mask_bit[r] = bit;
+    meta.mask_from[r] = from;
+    if (qo_row >= 0) {
+      low = kDeadKey + 1;
+      high = 0x7fffffff;
+      if constexpr (Variant::has_mask) {
+        const Ctx c = row_ctx<Config, Variant>(p, meta, r, kv_head);
+        Variant::visible(Variant::row(params, c), low, high);
+        low = low == kDeadKey ? kDeadKey + 1 : low;
+      }
+    }
+    meta.low[r] = low;
+    meta.high[r] = high;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int low_max = kDeadKey, high_min = 0x7fffffff, limit_min = 0x7fffffff, any_mask = 0;
+    for (int i = 0; i < L::kRows; ++i) {
+      if (meta.qo_row[i] < 0) continue;
+      low_max = max(low_max, meta.low[i]);
+      high_min = min(high_min, meta.high[i]);
+      limit_min = min(limit_min, meta.limit[i]);
+      any_mask |= meta.mask_bit[i] != kNoMask;
+    }
+    meta.low_max = low_max;
+    meta.high_min = high_min;
+    meta.limit_min = limit_min;
+    meta.any_mask = any_mask;
+  }
+}
+
+// Maps the pairs of a row in shared memory in place; threads `first`, `first + step`, ... of the row's pairs.
+template <int kPairing, int kPairDim, int kHeadDim, Dtype T, class Map>
+__device__ __forceinline__ void map_pairs(typename Bits<T>::type* row, int first, int step, const Map& map) {
+  constexpr int kOver = kPairDim == 0 ? kHeadDim : kPairDim;
+  for (int d = first; d < pair_count(kPairing, kOver); d += step) {
+    const int i = pair_first(kPairing, d), j = pair_second(kPairing, kOver, d);
+    float x0 = to_float<T>(row[i]), x1 = to_float<T>(row[j]);
+    map(d, x0, x1);
+    row[i] = from_float<T>(x0);
+    if (kPairing != PAIR_SINGLE) row[j] = from_float<T>(x1);
+  }
+}
+
+// Q of the tile into shared memory, zeros in padded rows and columns; the query hook is applied in float32 and rounded once.
+template <class Config, class Variant>
+__device__ __forceinline__ void load_q(const RunParams& p, const ParamRef* params, int kv_head, char* smem,
+                                       const Meta<Layout<Config, Variant>>& meta) {
+  using L = Layout<Config, Variant>;
+  typedef typename Bits<Config::q_type>::type Element;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int r = warp; r < L::kRows; r += L::kWarps) {
+    Element* dst = reinterpret_cast<Element*>(smem + L::kOffsetQ + r * L::kPitchK);
+    const int qo_row = meta.qo_row[r];
+    const int head = kv_head * Config::group + r % Config::group;
+    const Element* src = reinterpret_cast<const Element*>(p.q) + static_cast<long long>(qo_row) * p.q_stride_row +
+                         static_cast<long long>(head) * p.q_stride_head;
+    for (int d = lane; d < L::kDim; d += 32) dst[d] = qo_row >= 0 && d < Config::head_dim ? src[d] : Element(0);
+    if constexpr (Variant::has_query) {
+      __syncwarp();
+      if (qo_row >= 0) {
+        const Ctx c = row_ctx<Config, Variant>(p, meta, r, kv_head);
+        map_pairs<Variant::query_pairing, Variant::query_dim, Config::head_dim, Config::q_type>(
+            dst, lane, 32, [&](int d, float& x0, float& x1) { Variant::query(params, c, d, x0, x1); });
+      }
+    }
+  }
+}
+
+}  // namespace attnrt
