@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt.scheduler.align import align
 from attnrt.scheduler.assign import find
 from attnrt.scheduler.base import Plan, Traits
 from attnrt.scheduler.plan_python import plan_python
@@ -74,9 +75,13 @@ def make_plan(
     req_class = np.full(len(rows), len(traits.classes) - 1, np.int32)
     for i in range(len(traits.classes) - 2, -1, -1):
         req_class[rows <= traits.classes[i].max_rows] = i
+    parts, limits = index.parts, (None,)
+    if len(parts) > 1:
+        aligned = align(parts, req_class, traits, spec.num_kv_heads)
+        parts, limits = aligned.parts, aligned.limits
     problem = Problem(
-        parts=index.parts,
-        limits=(None,) * len(index.parts),
+        parts=parts,
+        limits=limits,
         req_class=req_class,
         composed=spec.composed,
         traits=traits,

@@ -123,10 +123,10 @@ def _tiles(problem: Problem) -> list[Tile]:
 def _groups(problem: Problem, p: int, begin: int, end: int) -> list[tuple[int, int, int]]:
     """Runs of neighbouring queries with one class and one limit: only these may meet in a tile."""
     part, limits = problem.parts[p], problem.limits[p]
-    keys = [
-        (int(problem.req_class[part.request[q]]), *((int(limits[0][q]), int(limits[1][q])) if limits else ()))
-        for q in range(begin, end)
-    ]
+    keys = []
+    for q in range(begin, end):
+        cut = (*limits[0][q].tolist(), *limits[1][q].tolist()) if limits else ()
+        keys.append((int(problem.req_class[part.request[q]]), *cut))
     groups: list[tuple[int, int, int]] = []
     for i, key in enumerate(keys):
         if i and key == keys[i - 1]:
@@ -151,11 +151,12 @@ def _find_keys(problem: Problem, tiles: list[Tile]) -> None:
     lows, highs = visible_range(problem.composed, pos_min, pos_max)
     for i, tile in enumerate(tiles):
         part, limits = problem.parts[tile.part], problem.limits[tile.part]
-        entry = tile.row * part.heads + (tile.head_begin if part.heads > 1 else 0)
+        head = tile.head_begin if part.heads > 1 else 0
+        entry = tile.row * part.heads + head
         offset = int(part.kv_offset[tile.row])
         lo, hi = offset + int(part.kv_begin[entry]), offset + int(part.kv_end[entry])
         if limits is not None:
-            lo, hi = max(lo, int(limits[0][tile.q_begin])), min(hi, int(limits[1][tile.q_begin]))
+            lo, hi = max(lo, int(limits[0][tile.q_begin, head])), min(hi, int(limits[1][tile.q_begin, head]))
         if part.kv_pos is not None:
             shift = offset - int(part.kv_pos[tile.row])
             lo, hi = max(lo, int(lows[i]) + shift), min(hi, int(highs[i]) + shift)

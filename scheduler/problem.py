@@ -25,7 +25,7 @@ class Problem:
     ----------
     parts : tuple of BlockSparse
         Cuts between parts lie on leaf boundaries (scheduler/align.py).
-    limits : tuple of (int64 [queries], int64 [queries]) or None
+    limits : tuple of (int64 [queries, heads], the same) or None
         Per part: offsets ``[lo, hi)`` in the request to which each query's keys in this part are cut; None: uncut.
     req_class : int32 [num_requests]
         Numeric class of each request.
