@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where everything of a plan lies in memory: the limits a user promises, and one layout used to count and to bind.
+
+Each spec of a workspace owns a *cell*: plan area | header | index area. The index area is filled upwards from its start and the
+plan area downwards from the header, so that a load is one contiguous span, however much room the limits leave on
+both sides (fixed slots of limit size would make every copy as long as the limits). The start of a cell's header never
+moves; a backend that captures graphs keeps the addresses and counts of the current plan in the header and reads them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnrt.errors import ArgumentError, LimitError
+from attnrt.memory import ALIGN
+from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS
+
+if TYPE_CHECKING:
+    from attnrt.formats.base import BlockSparse, Index
+    from attnrt.scheduler.base import Plan, Traits
+    from attnrt.spec import AttentionSpec
+
+__all__ = ["PART_FIELDS", "PLAN_FIELDS", "CellLayout", "Limits", "align", "offsets"]
+
+#: Arrays of a part in the order of the index area, with their NumPy dtypes.
+PART_FIELDS: dict[str, np.dtype] = {
+    "qo_indptr": np.dtype(np.int32),
+    "qo_index": np.dtype(np.int32),
+    "request": np.dtype(np.int32),
+    "qo_pos": np.dtype(np.int32),
+    "indptr": np.dtype(np.int32),
+    "kv_base": np.dtype(np.int64),
+    "kv_pos": np.dtype(np.int32),
+    "kv_begin": np.dtype(np.int32),
+    "kv_end": np.dtype(np.int32),
+    "kv_offset": np.dtype(np.int32),
+    "mask_offset": np.dtype(np.int64),
+    "mask_begin": np.dtype(np.int32),
+    "block_pos": np.dtype(np.int32),
+    "indices": np.dtype(np.int32),
+    "mask": np.dtype(np.uint8),
+}
+
+#: Arrays of the plan area, with the numbers of a row of each.
+PLAN_FIELDS: dict[str, int] = {
+    "worker_indptr": 1,
+    "merge_rows": len(MERGE_FIELDS),
+    "merge_slots": 1,
+    "merge_leaves": 1,
+    "work": len(WORK_FIELDS),
+}
+
+#: Partial slots beyond what parts need, per worker, when the limits name no number: room for cutting long rows.
+SLOTS_PER_WORKER = 16
+MIN_SLOTS = 512
+
+
+def align(nbytes: int) -> int:
+    """``nbytes`` rounded up to ALIGN."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Offset of each slot when sizes (bytes) are laid one after the other at multiples of ALIGN, and the total."""
+    at, found = 0, []
+    for size in sizes:
+        found.append(at)
+        at += -(-size // ALIGN) * ALIGN
+    return found, at
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a user promises never to pass, so that every address can be fixed and graphs captured.
+
+    Parameters
+    ----------
+    max_requests : int
+        Requests of an index.
+    max_qo_tokens : int
+        Rows of q, padding included.
+    max_index_entries : int
+        KV blocks listed by an index, over all parts; bound (device) indices do not count.
+    max_parts : int
+        Parts of a composite index.
+    max_mask_bytes : int
+        Bytes of packed mask bits, over all parts; a bound mask does not count.
+    max_partial_slots : int, optional
+        Rows of partial states. None: what the parts need at max_qo_tokens, and room for cutting long rows.
+    num_pages : int, optional
+        Pages of the smallest pool that a captured run reads; a plan that names a later page is refused.
+    max_workers : int, optional
+        Persistent workers (CTAs, threads); leaves the rest of the machine to others.
+    """
+
+    max_requests: int
+    max_qo_tokens: int
+    max_index_entries: int
+    max_parts: int = 1
+    max_mask_bytes: int = 0
+    max_partial_slots: int | None = None
+    num_pages: int | None = None
+    max_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        least = {"max_parts": 1, "max_workers": 1}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is None and item.default is None:
+                continue
+            low = least.get(item.name, 0)
+            if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < low:
+                raise ArgumentError(f"limits.{item.name}", f"must be an integer of at least {low}", repr(value))
+            object.__setattr__(self, item.name, int(value))
+
+    def workers(self, traits: Traits) -> int:
+        """Workers that a plan may use."""
+        return traits.num_workers if self.max_workers is None else min(traits.num_workers, self.max_workers)
+
+    def slots(self, traits: Traits) -> int:
+        """Partial slots that are there."""
+        if self.max_partial_slots is not None:
+            return self.max_partial_slots
+        parts = self.max_parts * self.max_qo_tokens if self.max_parts > 1 else 0
+        room = max(MIN_SLOTS, SLOTS_PER_WORKER * self.workers(traits))
+        return parts + min(room, traits.max_partial_slots)
+
+    def check(self, plan: Plan, traits: Traits) -> None:
+        """Raise LimitError for the first limit that the plan passes."""
+        index = plan.index
+        entries, masks = listed(plan.parts)
+        needs = (
+            ("max_requests", len(index.requests), self.max_requests),
+            ("max_qo_tokens", plan.num_rows, self.max_qo_tokens),
+            ("max_parts", len(plan.parts), self.max_parts),
+            ("max_index_entries", entries, self.max_index_entries),
+            ("max_mask_bytes", masks, self.max_mask_bytes),
+            ("max_partial_slots", plan.num_slots, self.slots(traits)),
+            ("num_pages", pages_named(index), self.num_pages),
+            ("max_workers", len(plan.work.worker_indptr) - 1, self.max_workers),
+        )
+        for name, needed, given in needs:
+            if given is not None and needed > given:
+                raise LimitError(name, needed, given, "Nothing was written; plan less or make the limits larger")
+
+
+def listed(parts: Sequence[BlockSparse]) -> tuple[int, int]:
+    """(listed blocks, mask bytes) that parts bring from the host."""
+    entries = masks = 0
+    for part in parts:
+        host = 0 if part.indices is None or part.features.bound_indices else len(part.indices)
+        entries += max(host, 0 if part.block_pos is None else len(part.block_pos))
+        masks += 0 if part.mask is None or part.features.bound_mask else part.mask.nbytes
+    return entries, masks
+
+
+def pages_named(index: Index) -> int:
+    """One past the largest page an index names, in its page size; bound and affine indices name none."""
+    page = index.page_size
+    slots = [(p.max_block + 1) * p.block_size[1] for p in index.parts if p.kv_base is None]
+    return -(-max(slots, default=0) // page)
+
+
+def part_sizes(part: BlockSparse) -> list[int]:
+    """Bytes of each of PART_FIELDS; what is absent or bound takes none."""
+    sizes = []
+    for name in PART_FIELDS:
+        array = getattr(part, name)
+        held = array is not None and not is_bound(part, name)
+        sizes.append(array.nbytes if held else 0)
+    return sizes
+
+
+def is_bound(part: BlockSparse, name: str) -> bool:
+    """Whether the field is a device array that runs read in place."""
+    return (name == "indices" and part.features.bound_indices) or (name == "mask" and part.features.bound_mask)
+
+
+def limit_part_sizes(limits: Limits, heads: int, first: bool) -> list[int]:
+    """Bytes of each of PART_FIELDS at the limits. The totals over parts are counted at the first; each later part adds the
+    one ALIGN that dividing a total among slots can cost."""
+    queries = limits.max_qo_tokens
+    rows = queries + limits.max_requests
+    counts = dict.fromkeys(PART_FIELDS, rows)
+    counts |= {"qo_indptr": rows + 1, "qo_index": queries, "request": queries, "qo_pos": queries}
+    counts |= {"indptr": rows * heads + 1, "kv_begin": rows * heads, "kv_end": rows * heads}
+    counts |= {"mask_offset": queries}
+    entries = limits.max_index_entries if first else ALIGN // 4
+    counts |= {"indices": entries, "block_pos": entries, "mask": limits.max_mask_bytes if first else ALIGN}
+    return [counts[name] * dtype.itemsize for name, dtype in PART_FIELDS.items()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellLayout:
+    """Capacities of one spec's cell and of its partial states, in bytes, each a multiple of ALIGN."""
+
+    plan: int
+    header: int
+    index: int
+    slots: int
+    acc: int
+    ml: int
+
+    @property
+    def cell(self) -> int:
+        """Bytes of the cell."""
+        return self.plan + self.header + self.index
+
+    @property
+    def base(self) -> int:
+        """Offset of the index area in the cell."""
+        return self.plan + self.header
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of partial states."""
+        return self.acc + self.ml
+
+
+def index_sizes(index: Index, parts: Sequence[BlockSparse]) -> list[int]:
+    """Bytes of every slot of the index area: qo_lens, kv_lens, then PART_FIELDS of each part."""
+    requests = index.requests
+    sizes = [requests.qo_lens.nbytes, requests.kv_lens.nbytes]
+    for part in parts:
+        sizes += part_sizes(part)
+    return sizes
+
+
+def plan_sizes(workers: int, merges: int, entries: int, items: int) -> list[int]:
+    """Bytes of every slot of the plan area, in the order of PLAN_FIELDS."""
+    counts = (workers + 1, merges, entries, entries, items)
+    return [4 * width * count for width, count in zip(PLAN_FIELDS.values(), counts, strict=True)]
+
+
+def sizes_of(plan: Plan) -> list[int]:
+    """``plan_sizes`` of a plan."""
+    work, merge = plan.work, plan.merge
+    return plan_sizes(len(work.worker_indptr) - 1, len(merge.rows), len(merge.slots), len(work.items))
+
+
+def scratch_sizes(spec: AttentionSpec, slots: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of (acc, ml) for so many partial slots."""
+    heads = slots * spec.num_qo_heads * itemsize
+    return align(heads * spec.head_dim_vo), align(heads * 2)
+
+
+def layout_at_limits(spec: AttentionSpec, traits: Traits, limits: Limits, header: int, itemsize: int) -> CellLayout:
+    """The layout that holds every plan within ``limits``.
+
+    Items: a row of q is in at most one item per part and KV head; each cut makes one more item and takes at least one slot.
+    """
+    heads = spec.num_kv_heads if traits.split_heads else 1
+    slots = limits.slots(traits)
+    rows = limits.max_qo_tokens * heads
+    entries = slots * heads
+    index = [4 * limits.max_requests] * 2
+    for number in range(limits.max_parts):
+        index += limit_part_sizes(limits, spec.num_kv_heads, number == 0)
+    plan = plan_sizes(limits.workers(traits), rows, entries, rows * limits.max_parts + entries)
+    acc, ml = scratch_sizes(spec, slots, itemsize)
+    return CellLayout(
+        plan=offsets(plan)[1], header=align(header), index=offsets(index)[1], slots=slots, acc=acc, ml=ml
+    )
+
+
+def report_of(layout: CellLayout) -> dict[str, Any]:
+    """The layout in bytes, for people."""
+    return {name: getattr(layout, name) for name in ("plan", "header", "index", "slots", "acc", "ml")}
