@@ -76,6 +76,9 @@ class Loaded:
     merge_rows : int32 [num_merges, len(MERGE_FIELDS)]; merge_slots, merge_leaves : int32 [entries]
     partial_acc : float32 [slots, num_qo_heads, head_dim_vo], acc not divided
     partial_ml : float32 [slots, num_qo_heads, 2], running maximum m (base-2 logits) and sum l
+    header : uint8 [header_nbytes] at an address that no load changes, or None; what the kernel's ``pack_header`` wrote.
+        The other views of a load may lie elsewhere than those of the load before (the workspace packs each load
+        tightly, so that it is one short copy): a captured graph reads addresses and counts in the header.
     """
 
     plan: Plan
@@ -90,6 +93,7 @@ class Loaded:
     merge_leaves: TensorView
     partial_acc: TensorView
     partial_ml: TensorView
+    header: TensorView | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,7 +160,12 @@ class Kernel(Protocol):
 
 
 class Backend(Protocol):
-    """A way to run plans. ``name`` is its registry name."""
+    """A way to run plans. ``name`` is its registry name.
+
+    Two attributes are optional. ``header_nbytes`` (0): room that the backend wants at a fixed device address for each
+    attention; its kernels then have ``pack_header(loaded, target)``, which fills a writable uint8 array of that length on
+    the host, and the copy of the load brings it there. ``partial_itemsize`` (4): 8 makes partial states float64.
+    """
 
     name: str
 

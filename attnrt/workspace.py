@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workspace: fixed memory that plans are loaded into, shared by the attentions of one stream.
+
+A *tenant* is one attention's seat: its cell (layout.py), its loaded plan, its kernel's header. Tenants share the scratch for
+partial states, because they run one after the other, and the device copy of an index that several of them load. There
+are as many index areas as tenants: a tenant that loads lets go of the index it held, so one area is always free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnrt import layout as lay
+from attnrt.backends.base import Loaded, PartViews
+from attnrt.device import Device
+from attnrt.errors import ArgumentError, CaptureError, LimitError
+from attnrt.formats.base import Features
+from attnrt.layout import PART_FIELDS, PLAN_FIELDS, CellLayout, Limits
+from attnrt.memory import ALIGN, DeviceOps, ops_of
+from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS
+from attnrt.tensor import TensorView, make_view
+
+if TYPE_CHECKING:
+    from attnrt.backends.base import Backend
+    from attnrt.formats.base import BlockSparse, Requests
+    from attnrt.scheduler.base import Plan, Traits
+    from attnrt.spec import AttentionSpec
+
+__all__ = ["Limits", "Tenant", "Workspace"]
+
+#: Staging buffers: the host may run this many loads ahead of the device before it waits.
+RING = 3
+_GROWTH = 1.5
+_INT32 = np.dtype(np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class _Area:
+    """A span of device memory; ``address`` 0: none yet."""
+
+    address: int = 0
+    nbytes: int = 0
+    owner: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class _Resident:
+    """An index in device memory: the parts it was made from (held, so that identity stays meaningful) and their views."""
+
+    parts: tuple[BlockSparse, ...]
+    requests: Requests
+    views: tuple[PartViews, ...]
+    qo_lens: TensorView
+    kv_lens: TensorView
+    bound_kv_lens: TensorView | None
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """One attention's seat in a workspace."""
+
+    spec: AttentionSpec
+    traits: Traits
+    header: int
+    number: int
+    itemsize: int
+    layout: CellLayout
+    cell: _Area = field(default_factory=_Area)
+    holds: int = -1
+    claimed: bool = False
+    loaded: Loaded | None = None
+    event: Any = None
+    load_stream: int = 0
+    run_stream: int = 0
+
+    @property
+    def partial_dtype(self) -> str:
+        """Dtype of the partial states."""
+        return "float64" if self.itemsize == 8 else "float32"
+
+
+class _Staging:
+    """A ring of host buffers; each is free again when the copy from it is done."""
+
+    def __init__(self, ops: DeviceOps) -> None:
+        self.ops = ops
+        self.buffers: list[np.ndarray | None] = [None] * RING
+        self.events: list[Any] = [None] * RING
+        self.turn = 0
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """The next buffer, at least nbytes long; waits for its last copy."""
+        if self.events[self.turn] is not None:
+            self.ops.wait_host(self.events[self.turn])
+            self.events[self.turn] = None
+        found = self.buffers[self.turn]
+        if found is None or found.nbytes < nbytes:
+            found = self.buffers[self.turn] = self.ops.staging(lay.align(int(nbytes * _GROWTH)))
+        return found
+
+    def sent(self, event: Any) -> None:
+        """The buffer's copy has been enqueued and ``event`` follows it."""
+        self.events[self.turn] = event
+        self.turn = (self.turn + 1) % RING
+
+
+class Workspace:
+    """Device memory for the plans, indexes and partial states of one or more attentions.
+
+    Parameters
+    ----------
+    specs : sequence of AttentionSpec
+        One seat for each attention that will share the workspace (a spec may appear twice).
+    limits : Limits, optional
+        None: memory grows when a plan needs it, addresses change, and graph capture is refused.
+    device : device, optional
+        None: as for Attention.
+    buffer : array, optional
+        The caller's own device memory, at least ``Workspace.nbytes(specs, limits, ...)`` bytes, contiguous; needs limits.
+    backend : str or Backend
+        As for Attention.
+
+    Raises
+    ------
+    LimitError
+        The buffer is too small (limit "buffer").
+    ArgumentError, UnsupportedError
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        limits: Limits | None = None,
+        device: Any = None,
+        buffer: Any = None,
+        *,
+        backend: str | Backend = "auto",
+    ) -> None:
+        if buffer is not None and limits is None:
+            raise ArgumentError("limits", "must be given with buffer", None, "A buffer of yours cannot grow")
+        if limits is not None and not isinstance(limits, Limits):
+            raise ArgumentError("limits", "must be an attnrt.Limits", type(limits).__name__)
+        self.limits = limits
+        self.device, self.tenants = _tenants(specs, limits, device, backend)
+        self.ops = ops_of(self.device)
+        self.lock = threading.Lock()
+        self._residents: list[_Resident | None] = [None] * len(self.tenants)
+        self._scratch = _Area()
+        self._staging = _Staging(self.ops)
+        if limits is not None:
+            self._carve(buffer)
+
+    @staticmethod
+    def nbytes(
+        specs: Sequence[AttentionSpec],
+        limits: Limits,
+        device: Any = None,
+        *,
+        backend: str | Backend = "auto",
+    ) -> int:
+        """Bytes that ``Workspace(specs, limits, device)`` takes, exactly; allocates nothing."""
+        return _total(_tenants(specs, limits, device, backend)[1])
+
+    def seat(self, spec: AttentionSpec) -> Tenant:
+        """Claim the first free seat of this spec."""
+        for tenant in self.tenants:
+            if tenant.spec == spec and not tenant.claimed:
+                tenant.claimed = True
+                return tenant
+        raise ArgumentError(
+            "workspace", "must have a free seat for this spec", f"{len(self.tenants)} seats", "List the spec again"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """What lies where, in bytes: cells with their areas, scratch, and the total."""
+        cells = [
+            {"address": t.cell.address, "nbytes": t.cell.nbytes, **lay.report_of(t.layout)} for t in self.tenants
+        ]
+        total = _total(self.tenants) if self.limits else sum(t.cell.nbytes for t in self.tenants) + self._scratch.nbytes
+        scratch = {"address": self._scratch.address, "nbytes": self._scratch.nbytes}
+        return {"device": str(self.device), "nbytes": total, "cells": cells, "scratch": scratch}
+
+    # ------------------------------------------------------------------------------------------- loading
+
+    def load(self, tenant: Tenant, plan: Plan, kernel: Any, stream: int) -> Loaded:
+        """Bring a plan to the device by one copy; before it, the workspace is as it was if anything is wrong."""
+        if self.limits is not None:
+            self.limits.check(plan, tenant.traits)
+        plan_at, plan_bytes = lay.offsets(lay.sizes_of(plan))
+        sizes = lay.index_sizes(plan.index, plan.parts)
+        index_at, index_bytes = lay.offsets(sizes)
+        bound = _bound_views(plan, self.device)
+        shared = self._resident(plan)
+        place = self._place(tenant) if shared < 0 else shared
+        self._reserve(tenant, place, plan_bytes, index_bytes if shared < 0 else 0, plan.num_slots, stream)
+        self._order_load(tenant, stream)
+        if shared < 0:
+            home = self.tenants[place]
+            address = home.cell.address + home.layout.base
+            resident = _resident(plan, address, index_at, bound, self.device, home.cell.owner)
+            self._residents[place] = None
+        else:
+            resident = self._residents[place]
+        loaded = self._loaded(tenant, plan, plan_at, plan_bytes, resident)
+        index = (index_at, sizes) if shared < 0 else None
+        self._send(tenant, place, loaded, kernel, (plan_at, plan_bytes), index, stream)
+        self._residents[place], tenant.holds = resident, place
+        tenant.loaded, tenant.load_stream = loaded, stream
+        for number in range(len(self.tenants)):  # let go of what nobody holds, so that its arrays can be freed
+            if all(t.holds != number for t in self.tenants):
+                self._residents[number] = None
+        return loaded
+
+    def order_run(self, tenant: Tenant, stream: int) -> None:
+        """Make a run on another stream than its load's wait for the load."""
+        if tenant.event is not None and not self.ops.capturing(stream):
+            self.ops.wait_stream(stream, tenant.event)
+
+    def _resident(self, plan: Plan) -> int:
+        """Area whose index is this plan's, or -1."""
+        for number, found in enumerate(self._residents):
+            if (
+                found is not None
+                and len(found.parts) == len(plan.parts)
+                and found.requests is plan.index.requests
+                and all(a is b for a, b in zip(found.parts, plan.parts, strict=True))
+            ):
+                return number
+        return -1
+
+    def _place(self, tenant: Tenant) -> int:
+        """An index area that no other tenant reads, the tenant's own first (then the load is one span)."""
+        taken = {t.holds for t in self.tenants if t is not tenant}
+        order = [tenant.number, *range(len(self.tenants))]
+        return next(number for number in order if number not in taken)
+
+    def _order_load(self, tenant: Tenant, stream: int) -> None:
+        """What is about to be overwritten may still be read by runs enqueued on other streams."""
+        for other in {t.run_stream for t in self.tenants if t.loaded is not None} - {stream}:
+            self.ops.wait_stream(stream, self.ops.record(other))
+
+    def _send(
+        self,
+        tenant: Tenant,
+        place: int,
+        loaded: Loaded,
+        kernel: Any,
+        plan_span: tuple[list[int], int],
+        index: tuple[list[int], list[int]] | None,
+        stream: int,
+    ) -> None:
+        """Write plan, header and index to staging (or to their place) and copy them: one span where they touch."""
+        plan_at, plan_bytes = plan_span
+        head = plan_bytes + tenant.layout.header
+        index_bytes = 0 if index is None else lay.offsets(index[1])[1]
+        start = tenant.cell.address + tenant.layout.plan - plan_bytes
+        home = self.tenants[place]
+        target = home.cell.address + home.layout.base
+        if self.ops.direct:
+            first = self.ops.host(start, head, tenant.cell.owner)
+            second = self.ops.host(target, index_bytes, home.cell.owner)
+        else:
+            staged = self._staging.take(head + index_bytes)
+            first, second = staged[:head], staged[head : head + index_bytes]
+        _write_plan(first, plan_at, loaded.plan)
+        if tenant.header:
+            kernel.pack_header(loaded, first[plan_bytes : plan_bytes + tenant.header])
+        if index is not None:
+            _write_index(second, index[0], loaded.plan)
+        if not self.ops.direct:
+            if place == tenant.number:
+                self.ops.copy(start, staged, head + index_bytes, stream)
+            else:
+                self.ops.copy(start, first, head, stream)
+                if index_bytes:
+                    self.ops.copy(target, second, index_bytes, stream)
+            tenant.event = self.ops.record(stream)
+            self._staging.sent(tenant.event)
+
+    def _loaded(
+        self, tenant: Tenant, plan: Plan, plan_at: list[int], plan_bytes: int, resident: _Resident
+    ) -> Loaded:
+        start = tenant.cell.address + tenant.layout.plan - plan_bytes
+        counts = (
+            (len(plan.work.worker_indptr),),
+            (len(plan.merge.rows), len(MERGE_FIELDS)),
+            (len(plan.merge.slots),),
+            (len(plan.merge.leaves),),
+            (len(plan.work.items), len(WORK_FIELDS)),
+        )
+        views = {
+            name: make_view(start + at, shape, "int32", self.device, owner=tenant.cell.owner)
+            for name, at, shape in zip(PLAN_FIELDS, plan_at, counts, strict=True)
+        }
+        spec, size = tenant.spec, tenant.layout
+        header = None
+        if tenant.header:
+            address = tenant.cell.address + size.plan
+            header = make_view(address, (tenant.header,), "uint8", self.device, owner=tenant.cell.owner)
+        acc = (size.slots, spec.num_qo_heads, spec.head_dim_vo)
+        ml = (size.slots, spec.num_qo_heads, 2)
+        base, dtype = self._scratch.address, tenant.partial_dtype
+        return Loaded(
+            plan=plan,
+            parts=resident.views,
+            qo_lens=resident.qo_lens,
+            kv_lens=resident.kv_lens,
+            bound_kv_lens=resident.bound_kv_lens,
+            partial_acc=make_view(base, acc, dtype, self.device, owner=self._scratch.owner),
+            partial_ml=make_view(base + size.acc, ml, dtype, self.device, owner=self._scratch.owner),
+            header=header,
+            **views,
+        )
+
+    # ------------------------------------------------------------------------------------------- memory
+
+    def _carve(self, buffer: Any) -> None:
+        """One block for all cells and the scratch."""
+        total = _total(self.tenants)
+        if buffer is None:
+            address, owner = self.ops.allocate(total)
+        else:
+            address, owner = _own_buffer(buffer, self.device, total)
+        address = lay.align(address)
+        for tenant in self.tenants:
+            tenant.cell = _Area(address, tenant.layout.cell, owner)
+            address += tenant.layout.cell
+        self._scratch = _Area(address, max(t.layout.scratch for t in self.tenants), owner)
+
+    def _reserve(
+        self, tenant: Tenant, place: int, plan_bytes: int, index_bytes: int, slots: int, stream: int
+    ) -> None:
+        """Make room; with limits there is room, without them areas grow by new memory."""
+        if self.limits is not None:
+            home = self.tenants[place].layout
+            assert plan_bytes <= tenant.layout.plan and index_bytes <= home.index, "the layout bounds every plan"
+            return
+        small = plan_bytes > tenant.layout.plan or slots > tenant.layout.slots
+        if not (small or index_bytes > self.tenants[place].layout.index or tenant.cell.address == 0):
+            return
+        if self.ops.capturing(stream):
+            raise CaptureError("load", "would allocate inside a capture", None, "Give limits")
+        self._grow(tenant, plan_bytes, index_bytes if place == tenant.number else 0, slots)
+        if place != tenant.number:
+            self._grow(self.tenants[place], 0, index_bytes, 0)
+
+    def _grow(self, tenant: Tenant, plan_bytes: int, index_bytes: int, slots: int) -> None:
+        old = tenant.layout
+        plan, index = _grown(old.plan, plan_bytes), _grown(old.index, index_bytes)
+        count = slots if slots <= old.slots else max(slots, int(old.slots * _GROWTH))
+        acc, ml = lay.scratch_sizes(tenant.spec, max(count, old.slots), tenant.itemsize)
+        new = CellLayout(
+            plan=plan, header=old.header, index=index, slots=max(count, old.slots), acc=acc, ml=ml
+        )
+        if new.cell > tenant.cell.nbytes or tenant.cell.address == 0:
+            address, owner = self.ops.allocate(max(new.cell, ALIGN))
+            tenant.cell = _Area(address, max(new.cell, ALIGN), owner)
+            self._forget(tenant)
+        if new.scratch > self._scratch.nbytes or self._scratch.address == 0:
+            address, owner = self.ops.allocate(max(new.scratch, ALIGN))
+            self._scratch = _Area(address, max(new.scratch, ALIGN), owner)
+        tenant.layout = new
+
+    def _forget(self, tenant: Tenant) -> None:
+        """The index in the tenant's old cell keeps its old memory alive through its views, but is not found again."""
+        self._residents[tenant.number] = None
+        for other in self.tenants:
+            if other.holds == tenant.number:
+                other.holds = -1
+
+
+def _grown(old: int, needed: int) -> int:
+    return old if needed <= old else lay.align(max(int(old * _GROWTH), needed))
+
+
+def _tenants(
+    specs: Sequence[AttentionSpec], limits: Limits | None, device: Any, backend: str | Backend
+) -> tuple[Device, list[Tenant]]:
+    """Seats with their layouts; allocates nothing."""
+    from attnrt.dispatch import resolve
+
+    if not isinstance(specs, Sequence) or not specs:
+        raise ArgumentError("specs", "must be a list of at least one AttentionSpec", type(specs).__name__)
+    found: list[Tenant] = []
+    where: Any = device
+    for spec in specs:
+        chosen, where = resolve(spec, Features(), where, backend)
+        traits = chosen.traits(spec, Features(), where)
+        header = int(getattr(chosen, "header_nbytes", 0))
+        itemsize = int(getattr(chosen, "partial_itemsize", 4))
+        if limits is None:
+            layout = CellLayout(plan=0, header=lay.align(header), index=0, slots=0, acc=0, ml=0)
+        else:
+            layout = lay.layout_at_limits(spec, traits, limits, header, itemsize)
+        found.append(
+            Tenant(
+                spec=spec, traits=traits, header=header, number=len(found), itemsize=itemsize, layout=layout
+            )
+        )
+    return where, found
+
+
+def _total(tenants: list[Tenant]) -> int:
+    """Cells, one scratch for all, and what aligning the start can cost."""
+    return sum(t.layout.cell for t in tenants) + max(t.layout.scratch for t in tenants) + ALIGN
+
+
+def _own_buffer(buffer: Any, device: Device, total: int) -> tuple[int, Any]:
+    view = TensorView(buffer)
+    if view.device != device:
+        raise ArgumentError("buffer", f"must be on {device}", str(view.device))
+    if not view.is_compact or view.readonly:
+        raise ArgumentError("buffer", "must be contiguous and writable", repr(view))
+    if view.nbytes < total:
+        raise LimitError("buffer", total, view.nbytes, "Workspace.nbytes(...) gives the bytes that are needed")
+    return view.ptr, view
+
+
+def _bound_views(plan: Plan, device: Device) -> dict[tuple[int, str], TensorView]:
+    """Views of the arrays that runs read in place: (part, field), and (-1, "bound_kv_lens")."""
+    found: dict[tuple[int, str], TensorView] = {}
+    arrays = [(-1, "bound_kv_lens", plan.index.requests.bound_kv_lens, "int32")]
+    for number, part in enumerate(plan.parts):
+        for name, dtype in (("indices", "int32"), ("mask", "uint8")):
+            if lay.is_bound(part, name):
+                arrays.append((number, name, getattr(part, name), dtype))
+    for number, name, array, dtype in arrays:
+        if array is None:
+            continue
+        view = TensorView(array, dtype)
+        if view.device != device:
+            raise ArgumentError(name, f"must be on {device}, where it is read", str(view.device))
+        if not view.is_compact:
+            raise ArgumentError(name, "must be contiguous", repr(view))
+        found[number, name] = view
+    return found
+
+
+def _resident(
+    plan: Plan, address: int, at: list[int], bound: dict[tuple[int, str], TensorView], device: Device, owner: Any
+) -> _Resident:
+    """Views of an index whose slots lie at ``address + at[i]``."""
+    spots = iter(at)
+    requests = plan.index.requests
+    lens = [
+        make_view(address + next(spots), array.shape, "int32", device, owner=owner)
+        for array in (requests.qo_lens, requests.kv_lens)
+    ]
+    parts = []
+    for number, part in enumerate(plan.parts):
+        views: dict[str, TensorView | None] = {}
+        for name, dtype in PART_FIELDS.items():
+            spot = next(spots)
+            array = getattr(part, name)
+            if (number, name) in bound:
+                views[name] = bound[number, name]
+            elif array is None:
+                views[name] = None
+            else:
+                views[name] = make_view(address + spot, array.shape, dtype, device, owner=owner)
+        parts.append(PartViews(block_size=part.block_size[1], heads=part.heads, **views))
+    return _Resident(plan.parts, requests, tuple(parts), *lens, bound.get((-1, "bound_kv_lens")))
+
+
+def _put(target: np.ndarray, at: int, array: np.ndarray) -> None:
+    if array.nbytes:
+        target[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+
+
+def _write_plan(target: np.ndarray, at: list[int], plan: Plan) -> None:
+    merge = plan.merge
+    arrays = (plan.work.worker_indptr, merge.rows, merge.slots, merge.leaves, plan.work.items)
+    for spot, array in zip(at, arrays, strict=True):
+        assert array.dtype == _INT32 and array.flags.c_contiguous
+        _put(target, spot, array)
+
+
+def _write_index(target: np.ndarray, at: list[int], plan: Plan) -> None:
+    spots = iter(at)
+    requests = plan.index.requests
+    _put(target, next(spots), requests.qo_lens)
+    _put(target, next(spots), requests.kv_lens)
+    for part in plan.parts:
+        for name, dtype in PART_FIELDS.items():
+            spot = next(spots)
+            array = getattr(part, name)
+            if array is not None and not lay.is_bound(part, name):
+                assert array.dtype == dtype and array.flags.c_contiguous, name
+                _put(target, spot, array)

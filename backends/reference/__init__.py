@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference backend: NumPy float64, the same plans, slow and plain. The oracle of plans; "auto" never takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attnrt.scheduler.base import Traits
+from attnrt.scheduler.machines import token_traits, traits_of
+
+if TYPE_CHECKING:
+    from attnrt.backends.base import AppendCall, Call
+    from attnrt.device import Device
+    from attnrt.formats.base import Features
+    from attnrt.spec import AttentionSpec
+
+__all__ = ["ReferenceBackend", "load"]
+
+
+class ReferenceKernel:
+    """One spec's kernel: it reads everything from the call."""
+
+    def attend(self, call: Call) -> None:
+        from attnrt.backends.reference.attend import attend_items
+
+        attend_items(call)
+
+    def merge(self, call: Call) -> None:
+        from attnrt.backends.reference.merge import merge_rows
+
+        merge_rows(call)
+
+    def append(self, call: AppendCall) -> None:
+        from attnrt.backends.reference.append import append_rows
+
+        append_rows(call)
+
+
+class ReferenceBackend:
+    """NumPy on the CPU: every variant that has a NumPy form, every layout, every dtype, float64 inside."""
+
+    name = "reference"
+    partial_itemsize = 8
+
+    def why_not(self, spec: AttentionSpec, features: Features, device: Device) -> tuple[str, ...]:
+        reasons = []
+        if device.kind != "cpu":
+            reasons.append(f"runs on the CPU, not on {device}")
+        if spec.composed.texts:
+            reasons.append("cannot run C++ text: " + ", ".join(t.label for t in spec.composed.texts))
+        return tuple(reasons)
+
+    def traits(
+        self, spec: AttentionSpec, features: Features, device: Device, deterministic: str = "batch"
+    ) -> Traits:
+        traits = replace(traits_of("cpu"), name="reference", num_workers=4)
+        return token_traits(traits) if deterministic == "token" else traits
+
+    def compile(self, spec: AttentionSpec, features: Features, device: Device) -> ReferenceKernel:
+        return ReferenceKernel()
+
+
+def load() -> ReferenceBackend:
+    """The backend, for the registry."""
+    return ReferenceBackend()

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Store new K and V rows into the cache, in NumPy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnrt.backends.reference.views import cache_array, store
+
+if TYPE_CHECKING:
+    from attnrt.backends.base import AppendCall, PagedView
+    from attnrt.tensor import TensorView
+
+__all__ = ["append_rows"]
+
+
+def append_rows(call: AppendCall) -> None:
+    """Row i of k and v to ``slots[i]``; negative slots are skipped, and so are those past the pool."""
+    slots = call.slots.numpy().astype(np.int64)
+    live = (slots >= 0) & (slots < call.k_cache.num_pages * call.k_cache.page_size)
+    rows = np.flatnonzero(live)
+    k = call.k.numpy()[rows].astype(np.float64)
+    if call.rope is not None and len(rows):
+        ctx = {"kv_pos": call.positions.numpy()[rows][:, None], "kv_head": np.arange(k.shape[1])[None]}
+        k = call.rope.key(ctx, k)
+    _put(call.k_cache, call.k, k, slots[rows], call.k_scale)
+    if call.v is not None:
+        _put(call.v_cache, call.v, call.v.numpy()[rows].astype(np.float64), slots[rows], call.v_scale)
+
+
+def _put(
+    cache: PagedView, source: TensorView, values: np.ndarray, slots: np.ndarray, scale: np.ndarray | None
+) -> None:
+    heads, dim = source.shape[1:]
+    target = cache_array(cache, heads, dim)
+    if scale is not None:
+        values = values / np.broadcast_to(np.asarray(scale, np.float64).reshape(-1), (heads,))[None, :, None]
+    block = np.empty(values.shape, target.dtype)
+    store(block, values, str(cache.dtype))
+    size = cache.page_size
+    for i, slot in enumerate(slots.tolist()):  # in order: of two rows for one slot the later stays
+        target[slot // size, slot % size] = block[i]
