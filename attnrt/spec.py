@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attnrt.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from attnrt.variants import Composed
+    from attnrt.variants import CompiledVariant
 
 KV_LAYOUTS = ("NHD", "HND")
 DETERMINISM = ("batch", "token", "run")
@@ -53,7 +53,7 @@ class AttentionSpec:
     shared_kv: bool = False
 
     def __post_init__(self) -> None:
-        from attnrt.dtypes import dtype_name
+        from attnrt.dtypes import as_dtype
         from attnrt.variants import compose
 
         def put(name: str, value: Any) -> None:
@@ -72,9 +72,9 @@ class AttentionSpec:
                 f"{self.num_qo_heads} and {self.num_kv_heads}",
                 "Every KV head serves the same number of query heads.",
             )
-        put("q_dtype", dtype_name(self.q_dtype))
-        put("kv_dtype", self.q_dtype if self.kv_dtype is None else dtype_name(self.kv_dtype))
-        put("out_dtype", self.q_dtype if self.out_dtype is None else dtype_name(self.out_dtype))
+        put("q_dtype", as_dtype(self.q_dtype, "q_dtype").name)
+        put("kv_dtype", self.q_dtype if self.kv_dtype is None else as_dtype(self.kv_dtype, "kv_dtype").name)
+        put("out_dtype", self.q_dtype if self.out_dtype is None else as_dtype(self.out_dtype, "out_dtype").name)
         put("variant", compose(self.variant))
         if self.kv_layout not in KV_LAYOUTS:
             raise ArgumentError("kv_layout", "must be 'NHD' or 'HND'", repr(self.kv_layout))
@@ -98,7 +98,7 @@ class AttentionSpec:
         return self.num_qo_heads // self.num_kv_heads
 
     @property
-    def composed(self) -> Composed:
+    def composed(self) -> CompiledVariant:
         """The variants as one composed value."""
         return self.variant
 

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend and device take a spec."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnrt.backends import status as backends
+from attnrt.config import config
+from attnrt.device import CPU, Device, as_device
+from attnrt.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    from attnrt.backends.base import Backend
+    from attnrt.formats.base import Features
+    from attnrt.spec import AttentionSpec
+
+__all__ = ["require", "resolve"]
+
+
+def resolve(
+    spec: AttentionSpec, features: Features, device: Any = None, backend: str | Backend = "auto"
+) -> tuple[Backend, Device]:
+    """The backend and the device.
+
+    Parameters
+    ----------
+    device : device or None
+        None: the current CUDA device if a CUDA backend can take the spec, else the CPU.
+    backend : str or Backend
+        "auto": the first backend of the device without a reason (never "reference", never another device).
+
+    Raises
+    ------
+    UnsupportedError
+        None can; ``reasons`` has each backend's.
+    ArgumentError
+        Unknown name or device.
+    """
+    if not isinstance(backend, str):
+        if not hasattr(backend, "compile"):
+            raise ArgumentError("backend", 'must be "auto", a name or a Backend', type(backend).__name__)
+        where = as_device(device) if device is not None else _own_device(backend)
+        require(backend, spec, features, where)
+        return backend, where
+    name = (config().backend or backend) if backend == "auto" else backend
+    if name != "auto":
+        found = backends.get(name)
+        where = as_device(device) if device is not None else _own_device(found)
+        require(found, spec, features, where)
+        return found, where
+    return _auto(spec, features, device)
+
+
+def require(backend: Backend, spec: AttentionSpec, features: Features, device: Device) -> None:
+    """Raise UnsupportedError with the backend's reasons if it cannot take it."""
+    reasons = tuple(backend.why_not(spec, features, device))
+    if reasons:
+        raise UnsupportedError(
+            f"backend {backend.name!r}", f"must be able to run this on {device}", reasons={backend.name: reasons}
+        )
+
+
+def _own_device(backend: Any) -> Device:
+    """Where a backend runs if nobody says: its current device, else the CPU."""
+    current = getattr(backend, "current_device", None)
+    found = None if current is None else current()
+    return CPU if found is None else found
+
+
+def _auto(spec: AttentionSpec, features: Features, device: Any) -> tuple[Backend, Device]:
+    reasons: dict[str, tuple[str, ...]] = {}
+    if device is None:
+        places = [*_cuda_places(reasons), CPU]
+    else:
+        places = [as_device(device)]
+    for where in places:
+        for name in _candidates(where):
+            why = backends.why_not(name, spec, features, where)
+            if not why:
+                return backends.get(name), where
+            reasons[name] = why
+    raise UnsupportedError(
+        "backend='auto'", f"must find a backend for {' or '.join(str(p) for p in places)}", reasons=reasons
+    )
+
+
+def _cuda_places(reasons: dict[str, tuple[str, ...]]) -> list[Device]:
+    """The current CUDA device, as the first CUDA backend that loads sees it."""
+    for name in backends.AUTO["cuda"]:
+        try:
+            where = _own_device(backends.get(name))
+        except ArgumentError as error:
+            reasons[name] = (str(error.got),)
+            continue
+        if where.kind == "cuda":
+            return [where]
+        reasons[name] = ("no CUDA device",)
+    return []
+
+
+def _candidates(device: Device) -> list[str]:
+    first = backends.AUTO.get(device.kind, ())
+    known = {name for names in backends.AUTO.values() for name in names} | {"reference"}
+    return [*first, *(name for name in backends.names() if name not in known)]
