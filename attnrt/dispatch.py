@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attnrt.backends import status as backends
+from attnrt.backends.status import AUTO, get, names, why_not
 from attnrt.config import config
 from attnrt.device import CPU, Device, as_device
 from attnrt.errors import ArgumentError, UnsupportedError
@@ -45,7 +45,7 @@ def resolve(
         return backend, where
     name = (config().backend or backend) if backend == "auto" else backend
     if name != "auto":
-        found = backends.get(name)
+        found = get(name)
         where = as_device(device) if device is not None else _own_device(found)
         require(found, spec, features, where)
         return found, where
@@ -76,9 +76,9 @@ def _auto(spec: AttentionSpec, features: Features, device: Any) -> tuple[Backend
         places = [as_device(device)]
     for where in places:
         for name in _candidates(where):
-            why = backends.why_not(name, spec, features, where)
+            why = why_not(name, spec, features, where)
             if not why:
-                return backends.get(name), where
+                return get(name), where
             reasons[name] = why
     raise UnsupportedError(
         "backend='auto'", f"must find a backend for {' or '.join(str(p) for p in places)}", reasons=reasons
@@ -87,9 +87,9 @@ def _auto(spec: AttentionSpec, features: Features, device: Any) -> tuple[Backend
 
 def _cuda_places(reasons: dict[str, tuple[str, ...]]) -> list[Device]:
     """The current CUDA device, as the first CUDA backend that loads sees it."""
-    for name in backends.AUTO["cuda"]:
+    for name in AUTO["cuda"]:
         try:
-            where = _own_device(backends.get(name))
+            where = _own_device(get(name))
         except ArgumentError as error:
             reasons[name] = (str(error.got),)
             continue
@@ -100,6 +100,6 @@ def _cuda_places(reasons: dict[str, tuple[str, ...]]) -> list[Device]:
 
 
 def _candidates(device: Device) -> list[str]:
-    first = backends.AUTO.get(device.kind, ())
-    known = {name for names in backends.AUTO.values() for name in names} | {"reference"}
-    return [*first, *(name for name in backends.names() if name not in known)]
+    first = AUTO.get(device.kind, ())
+    known = {name for group in AUTO.values() for name in group} | {"reference"}
+    return [*first, *(name for name in names() if name not in known)]
