@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnrt generate`: a small language model served by continuous batching, all its attention run by attnrt.
+
+From the command line to the runtime: command -> engine -> (pool, prefix, sequence, draft, batch) -> attention -> attnrt;
+model, weights, gguf_file and tokenizer know nothing of serving; dense and compare know nothing of the runtime.
+"""
+
+from .command import add_arguments, main, run
+
+__all__ = ["add_arguments", "main", "run"]

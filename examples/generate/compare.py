@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--compare`: every sequence once more, alone, with plain dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .dense import DenseCache, Visible, causal
+from .model import Model
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What the dense pass found.
+
+    sequences, tokens: how many were compared; max_logit_difference: largest absolute one over all logits of all tokens;
+    mismatches: (request, sample, place in the answer) where dense attention would have chosen another token.
+    """
+
+    sequences: int
+    tokens: int
+    max_logit_difference: float
+    mismatches: tuple[tuple[int, int, int], ...]
+
+
+def compare(
+    model: Model,
+    sequences: Iterable[Sequence],
+    *,
+    dtype: np.dtype | type = np.float32,
+    visible: Visible = causal,
+) -> Comparison:
+    """Recompute the logits behind every generated token densely, and choose again with the same sampler.
+
+    A sequence runs in one pass over its prompt and answer. Each token being what dense attention chooses after the
+    tokens before it means, by induction, that dense decoding from the prompt alone yields the same answer.
+
+    Parameters
+    ----------
+    sequences : iterable of Sequence
+        Finished ones of an engine with keep_logits.
+    dtype : dtype
+        What K and V are rounded to, as in the engine's pool.
+    """
+    count = tokens = 0
+    worst = 0.0
+    wrong = []
+    for seq in sequences:
+        prompt, answer = len(seq.request.prompt), seq.generated
+        cache = DenseCache(model, len(seq.tokens), dtype=dtype)
+        logits = cache.extend(seq.tokens[:-1], logits_from=prompt - 1, visible=visible)
+        worst = max(worst, float(np.abs(logits - np.stack(seq.logits)).max()))
+        for i, token in enumerate(answer):
+            if seq.sampler.choose(logits[i], prompt + i) != token:
+                wrong.append((seq.request.id, seq.sample, i))
+        count, tokens = count + 1, tokens + len(answer)
+    return Comparison(sequences=count, tokens=tokens, max_logit_difference=worst, mismatches=tuple(wrong))
