@@ -150,8 +150,6 @@ def _from_interface(x: Any, interface: dict[str, Any], framework: str, device: D
     shape = tuple(int(n) for n in interface["shape"])
     strides = interface.get("strides")
     data = interface.get("data")
-    if data is None and hasattr(x, "__buffer__"):
-        data = None
     if not isinstance(data, tuple):
         raise ArgumentError("array", "must give its address in the array interface", type(data).__name__)
     return _build(
@@ -167,9 +165,10 @@ def _from_interface(x: Any, interface: dict[str, Any], framework: str, device: D
 
 
 def _interface_dtype(x: Any, typestr: str) -> Dtype:
-    """The dtype of a type string; the object's own dtype where the string only knows a width ("<V2")."""
-    if typestr[1:2] == "V":
-        return as_dtype(getattr(x, "dtype", None) or typestr, "array")
+    """The object's own NumPy dtype if it has one (types of ml_dtypes show as "<V2" or "<f1"), else the string's."""
+    own = getattr(x, "dtype", None)
+    if isinstance(own, np.dtype):
+        return as_dtype(own, "array")
     try:
         return as_dtype(np.dtype(typestr), "array")
     except TypeError as error:
@@ -213,7 +212,7 @@ def _from_dlpack(x: Any, framework: str, stream: object) -> Any:
         raise ArgumentError(
             "array", "must hold its numbers", "a lazily negated view", "Pass x.resolve_neg() or x.clone()"
         )
-    device = from_dlpack_device(x.__dlpack_device__(), "array")
+    device = from_dlpack_device(_ask_device(x), "array")
     capsule = _ask_capsule(x, _stream_argument(framework, device, stream))
     try:
         ptr, shape, strides, code, bits, lanes, kind, index, readonly, owner = native.read_capsule(capsule)
@@ -249,6 +248,13 @@ def _stream_argument(framework: str, device: Device, stream: object) -> dict[str
     if stream is not None:
         return {"stream": stream}
     return {} if framework == "jax" else {"stream": -1}
+
+
+def _ask_device(x: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(x.__dlpack_device__())
+    except Exception as error:
+        _refused(x, error)
 
 
 def _ask_capsule(x: Any, stream: dict[str, object]) -> Any:

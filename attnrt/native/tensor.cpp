@@ -37,9 +37,9 @@ struct Setup {
   int num_numpy_dtypes;
   PyObject* ndarray;
   PyTypeObject* view_type;
-  PyObject* slow;      // slow(x, dtype, stream) -> TensorView
-  PyObject* coerce;    // coerce(view, dtype) -> TensorView
-  PyObject* cpu;       // Device
+  PyObject* slow;    // slow(x, dtype, stream) -> TensorView
+  PyObject* coerce;  // coerce(view, dtype) -> TensorView
+  PyObject* cpu;     // Device
   PyObject* cuda[kMaxCudaDevices];
   PyObject* device_of;  // device_of((type, id)) -> Device
 } g;
@@ -139,11 +139,16 @@ void canonical_strides(const std::int64_t* shape, std::int64_t* strides, int ndi
 
 int log2_bytes(int bits) {
   switch (bits) {
-    case 8: return 0;
-    case 16: return 1;
-    case 32: return 2;
-    case 64: return 3;
-    default: return 4;
+    case 8:
+      return 0;
+    case 16:
+      return 1;
+    case 32:
+      return 2;
+    case 64:
+      return 3;
+    default:
+      return 4;
   }
 }
 
@@ -152,7 +157,7 @@ PyObject* dtype_of(dl::DataType t) {  // borrowed, or NULL without an exception
 }
 
 PyObject* device_of(dl::Device d) {  // borrowed, or NULL without an exception
-  if (d.type == 1) return g.cpu;
+  if (d.type == 1 || d.type == 3) return g.cpu;  // 3: pinned host memory
   if (d.type != 2 || d.id < 0 || d.id >= kMaxCudaDevices) return nullptr;
   if (!g.cuda[d.id]) {
     g.cuda[d.id] = PyObject_CallFunction(g.device_of, "((ii))", 2, static_cast<int>(d.id));
@@ -353,7 +358,7 @@ bool read_ndarray(PyObject* x, Raw& raw) {
 
 // 1: read; 0: not plainly readable; never leaves an exception behind.
 bool read_fast(PyObject* x, const TypeInfo& info, Raw& raw) {
-  bool ok = info.way == Way::kExchange ? read_exchange(x, info, raw)
+  bool ok = info.way == Way::kExchange  ? read_exchange(x, info, raw)
             : info.way == Way::kNdarray ? read_ndarray(x, raw)
                                         : false;
   if (!ok) PyErr_Clear();
@@ -536,9 +541,9 @@ PyObject* py_read_capsule(PyObject*, PyObject* capsule) {
   PyCapsule_SetName(capsule, versioned ? "used_dltensor_versioned" : "used_dltensor");
   const bool readonly = versioned && (now->flags & dl::kReadOnly);
   const unsigned long long ptr = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
-  return Py_BuildValue("KNNiiiiiNN", ptr, shape, strides, static_cast<int>(t.dtype.code), static_cast<int>(t.dtype.bits),
-                       static_cast<int>(t.dtype.lanes), static_cast<int>(t.device.type), static_cast<int>(t.device.id),
-                       PyBool_FromLong(readonly), owner);
+  return Py_BuildValue("KNNiiiiiNN", ptr, shape, strides, static_cast<int>(t.dtype.code),
+                       static_cast<int>(t.dtype.bits), static_cast<int>(t.dtype.lanes), static_cast<int>(t.device.type),
+                       static_cast<int>(t.device.id), PyBool_FromLong(readonly), owner);
 }
 
 // ---- capsules out
@@ -660,15 +665,15 @@ struct Scan {
   bool rising;
 };
 
-#define ATTNRT_SCAN(NAME, T)                                     \
-  ATTNRT_CLONES Scan NAME(const T* x, Py_ssize_t n) {            \
-    T low = x[0], high = x[0], falls = 0;                        \
-    for (Py_ssize_t i = 1; i < n; ++i) {                         \
-      low = x[i] < low ? x[i] : low;                             \
-      high = x[i] > high ? x[i] : high;                          \
-      falls |= static_cast<T>(x[i] < x[i - 1]);                  \
-    }                                                            \
-    return {low, high, falls == 0};                              \
+#define ATTNRT_SCAN(NAME, T)                          \
+  ATTNRT_CLONES Scan NAME(const T* x, Py_ssize_t n) { \
+    T low = x[0], high = x[0], falls = 0;             \
+    for (Py_ssize_t i = 1; i < n; ++i) {              \
+      low = x[i] < low ? x[i] : low;                  \
+      high = x[i] > high ? x[i] : high;               \
+      falls |= static_cast<T>(x[i] < x[i - 1]);       \
+    }                                                 \
+    return {low, high, falls == 0};                   \
   }
 
 ATTNRT_SCAN(scan32, std::int32_t)
@@ -737,8 +742,8 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "attnrt._tensor_native", nullptr, -1, methods, nullptr, nullptr,
-                          nullptr, nullptr};
+PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "attnrt._tensor_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
