@@ -57,7 +57,9 @@ def require(backend: Backend, spec: AttentionSpec, features: Features, device: D
     reasons = tuple(backend.why_not(spec, features, device))
     if reasons:
         raise UnsupportedError(
-            f"backend {backend.name!r}", f"must be able to run this on {device}", reasons={backend.name: reasons}
+            f"backend {backend.name!r}",
+            f"must be able to run this on {device}",
+            reasons={backend.name: reasons},
         )
 
 

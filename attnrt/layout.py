@@ -114,7 +114,9 @@ class Limits:
                 continue
             low = least.get(item.name, 0)
             if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < low:
-                raise ArgumentError(f"limits.{item.name}", f"must be an integer of at least {low}", repr(value))
+                raise ArgumentError(
+                    f"limits.{item.name}", f"must be an integer of at least {low}", repr(value)
+                )
             object.__setattr__(self, item.name, int(value))
 
     def workers(self, traits: Traits) -> int:
@@ -145,7 +147,9 @@ class Limits:
         )
         for name, needed, given in needs:
             if given is not None and needed > given:
-                raise LimitError(name, needed, given, "Nothing was written; plan less or make the limits larger")
+                raise LimitError(
+                    name, needed, given, "Nothing was written; plan less or make the limits larger"
+                )
 
 
 def listed(parts: Sequence[BlockSparse]) -> tuple[int, int]:
@@ -177,7 +181,9 @@ def part_sizes(part: BlockSparse) -> list[int]:
 
 def is_bound(part: BlockSparse, name: str) -> bool:
     """Whether the field is a device array that runs read in place."""
-    return (name == "indices" and part.features.bound_indices) or (name == "mask" and part.features.bound_mask)
+    return (name == "indices" and part.features.bound_indices) or (
+        name == "mask" and part.features.bound_mask
+    )
 
 
 def limit_part_sizes(limits: Limits, heads: int, first: bool) -> list[int]:
@@ -248,7 +254,9 @@ def scratch_sizes(spec: AttentionSpec, slots: int, itemsize: int) -> tuple[int, 
     return align(heads * spec.head_dim_vo), align(heads * 2)
 
 
-def layout_at_limits(spec: AttentionSpec, traits: Traits, limits: Limits, header: int, itemsize: int) -> CellLayout:
+def layout_at_limits(
+    spec: AttentionSpec, traits: Traits, limits: Limits, header: int, itemsize: int
+) -> CellLayout:
     """The layout that holds every plan within ``limits``.
 
     Items: a row of q is in at most one item per part and KV head; each cut makes one more item and takes at least one slot.

@@ -173,15 +173,23 @@ class Workspace:
                 tenant.claimed = True
                 return tenant
         raise ArgumentError(
-            "workspace", "must have a free seat for this spec", f"{len(self.tenants)} seats", "List the spec again"
+            "workspace",
+            "must have a free seat for this spec",
+            f"{len(self.tenants)} seats",
+            "List the spec again",
         )
 
     def report(self) -> dict[str, Any]:
         """What lies where, in bytes: cells with their areas, scratch, and the total."""
         cells = [
-            {"address": t.cell.address, "nbytes": t.cell.nbytes, **lay.report_of(t.layout)} for t in self.tenants
+            {"address": t.cell.address, "nbytes": t.cell.nbytes, **lay.report_of(t.layout)}
+            for t in self.tenants
         ]
-        total = _total(self.tenants) if self.limits else sum(t.cell.nbytes for t in self.tenants) + self._scratch.nbytes
+        total = (
+            _total(self.tenants)
+            if self.limits
+            else sum(t.cell.nbytes for t in self.tenants) + self._scratch.nbytes
+        )
         scratch = {"address": self._scratch.address, "nbytes": self._scratch.nbytes}
         return {"device": str(self.device), "nbytes": total, "cells": cells, "scratch": scratch}
 
@@ -211,7 +219,9 @@ class Workspace:
         self._send(tenant, place, loaded, kernel, (plan_at, plan_bytes), index, stream)
         self._residents[place], tenant.holds = resident, place
         tenant.loaded, tenant.load_stream = loaded, stream
-        for number in range(len(self.tenants)):  # let go of what nobody holds, so that its arrays can be freed
+        for number in range(
+            len(self.tenants)
+        ):  # let go of what nobody holds, so that its arrays can be freed
             if all(t.holds != number for t in self.tenants):
                 self._residents[number] = None
         return loaded
@@ -338,7 +348,9 @@ class Workspace:
         """Make room; with limits there is room, without them areas grow by new memory."""
         if self.limits is not None:
             home = self.tenants[place].layout
-            assert plan_bytes <= tenant.layout.plan and index_bytes <= home.index, "the layout bounds every plan"
+            assert plan_bytes <= tenant.layout.plan and index_bytes <= home.index, (
+                "the layout bounds every plan"
+            )
             return
         small = plan_bytes > tenant.layout.plan or slots > tenant.layout.slots
         if not (small or index_bytes > self.tenants[place].layout.index or tenant.cell.address == 0):
@@ -417,7 +429,9 @@ def _own_buffer(buffer: Any, device: Device, total: int) -> tuple[int, Any]:
     if not view.is_compact or view.readonly:
         raise ArgumentError("buffer", "must be contiguous and writable", repr(view))
     if view.nbytes < total:
-        raise LimitError("buffer", total, view.nbytes, "Workspace.nbytes(...) gives the bytes that are needed")
+        raise LimitError(
+            "buffer", total, view.nbytes, "Workspace.nbytes(...) gives the bytes that are needed"
+        )
     return view.ptr, view
 
 
@@ -442,7 +456,12 @@ def _bound_views(plan: Plan, device: Device) -> dict[tuple[int, str], TensorView
 
 
 def _resident(
-    plan: Plan, address: int, at: list[int], bound: dict[tuple[int, str], TensorView], device: Device, owner: Any
+    plan: Plan,
+    address: int,
+    at: list[int],
+    bound: dict[tuple[int, str], TensorView],
+    device: Device,
+    owner: Any,
 ) -> _Resident:
     """Views of an index whose slots lie at ``address + at[i]``."""
     spots = iter(at)

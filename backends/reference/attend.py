@@ -75,7 +75,9 @@ class Context:
             "kv_head": np.full(len(queries), kv_head, np.int32),
         }
         ctx = {name: np.repeat(value, group) for name, value in fields.items()}
-        ctx["qo_head"] = np.tile(np.arange(kv_head * group, (kv_head + 1) * group, dtype=np.int32), len(queries))
+        ctx["qo_head"] = np.tile(
+            np.arange(kv_head * group, (kv_head + 1) * group, dtype=np.int32), len(queries)
+        )
         return ctx
 
 
@@ -154,7 +156,9 @@ def _index_mask(part: Part, row: int, queries: np.ndarray, keys: Keys) -> np.nda
             bits = start + np.where(place >= 0, place, 0)
             inside = bits < 8 * len(part.mask)
             bits = np.where(inside, bits, 0)
-            seen[i] = (place < 0) | (inside & ((part.mask[bits // 8] >> (bits % 8).astype(np.uint8)) & 1).astype(bool))
+            seen[i] = (place < 0) | (
+                inside & ((part.mask[bits // 8] >> (bits % 8).astype(np.uint8)) & 1).astype(bool)
+            )
     return seen
 
 
@@ -174,7 +178,15 @@ def _leaf(
     logits, seen, values = [], [], []
     for first in range(begin, max(end, begin), CHUNK):
         # queries of one block row may belong to different requests (a shared prefix): each has its own length
-        keys = _keys(here, part, row, head, first, min(first + CHUNK, end), int(here.kv_lens[part.request[queries]].max()))
+        keys = _keys(
+            here,
+            part,
+            row,
+            head,
+            first,
+            min(first + CHUNK, end),
+            int(here.kv_lens[part.request[queries]].max()),
+        )
         score, visible = _scores(here, ctx, q, keys)
         mask = _index_mask(part, row, queries, keys)
         if mask is not None:
@@ -204,7 +216,9 @@ def _leaf(
     return State(m=m, l=l, acc=total[:, :-1])
 
 
-def _scores(here: Context, ctx: dict[str, np.ndarray], q: np.ndarray, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
+def _scores(
+    here: Context, ctx: dict[str, np.ndarray], q: np.ndarray, keys: Keys
+) -> tuple[np.ndarray, np.ndarray]:
     """Final logits and visibility, [rows, n] each; logits of unseen keys are anything."""
     page = here.k.shape[1]
     head = int(ctx["kv_head"][0])
@@ -223,7 +237,9 @@ def _scores(here: Context, ctx: dict[str, np.ndarray], q: np.ndarray, keys: Keys
 def _key_context(keys: Keys, ctx: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """ctx of hooks on K and V: fields of the request are those of the first row."""
     count = len(keys.offsets)
-    fields = {name: np.broadcast_to(ctx[name][:1], (count,)) for name in ("request", "kv_head", "kv_len", "qo_len")}
+    fields = {
+        name: np.broadcast_to(ctx[name][:1], (count,)) for name in ("request", "kv_head", "kv_len", "qo_len")
+    }
     return fields | {"kv_pos": keys.positions, "kv_slot": keys.slots}
 
 

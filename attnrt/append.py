@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""append(): this step's K and V into the cache, at the slots the loaded plan has at the queries' positions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnrt.backends.base import AppendCall
+from attnrt.errors import ArgumentError, CaptureError, PlanError, UnsupportedError
+from attnrt.operands import as_view, check_last, read_pool, split_kv
+from attnrt.tensor import TensorView, view
+
+if TYPE_CHECKING:
+    from attnrt.formats.base import BlockSparse
+    from attnrt.runtime import Runtime
+    from attnrt.scheduler.base import Plan
+
+__all__ = ["append", "slots_of"]
+
+#: Names of the run arguments that scale an fp8 cache.
+SCALES = ("k_scale", "v_scale")
+
+
+def append(
+    runtime: Runtime, k: Any, v: Any, kv: Any, slots: Any, rope: Any, stream: Any, params: dict[str, Any]
+) -> None:
+    """See Attention.append; the caller holds the lock."""
+    spec, rules = runtime.spec, runtime.rules
+    k_cache, v_cache = split_kv(spec, kv)
+    rows = _read_rows(runtime, k, "k", spec.head_dim)
+    values = None
+    if v_cache is not None:
+        values = _read_rows(runtime, v, "v", spec.head_dim_vo)
+        if values.shape[0] != rows.shape[0]:
+            raise ArgumentError("v", f"must have k's {rows.shape[0]} rows", values.shape[0])
+    elif v is not None:
+        raise ArgumentError(
+            "v", "must be None with shared_kv", type(v).__name__, "V is the start of K's rows"
+        )
+    pools = []
+    plan = runtime.tenant.loaded.plan if runtime.tenant.loaded is not None else None
+    page = 1 if plan is None else plan.index.page_size
+    for label, cache, dim in (("k_cache", k_cache, spec.head_dim), ("v_cache", v_cache, spec.head_dim_vo)):
+        if cache is None:
+            pools.append((None, None))
+            continue
+        seen = as_view(cache, label, rules.kv_dtype, runtime.device)
+        if seen.readonly or seen.immutable:
+            raise ArgumentError(label, "must be writable", f"a read-only {seen.framework} array")
+        pool = read_pool(spec, seen, label, dim)
+        pools.append((pool, pool.view(seen.ptr, page if slots is None else 1, seen)))
+    pool = pools[0][0]
+    if pools[1][0] is not None and pools[1][0].slots != pool.slots:
+        raise ArgumentError("v_cache", f"must have k_cache's {pool.slots} slots", pools[1][0].slots)
+    handle = 0 if runtime.host and stream is None else runtime.ops.stream(stream, rows)
+    if not runtime.host and slots is None and runtime.ops.capturing(handle):
+        raise CaptureError("slots", "must be given inside a capture", None, "append() may not copy there")
+    where, positions = _where(runtime, plan, rows.shape[0], slots, pool.slots, rope, handle)
+    scales = _scales(runtime, params)
+    kernel = runtime.any_kernel()
+    call = AppendCall(
+        k=rows,
+        v=values,
+        k_cache=pools[0][1],
+        v_cache=pools[1][1],
+        slots=where,
+        positions=positions,
+        rope=_rope(runtime, rope),
+        k_scale=scales[0],
+        v_scale=scales[1],
+        stream=handle,
+    )
+    if rows.shape[0]:
+        kernel.append(call)
+
+
+def _read_rows(runtime: Runtime, x: Any, label: str, dim: int) -> TensorView:
+    """[rows, num_kv_heads, dim] in q's dtype (what a projection gives) or the cache's own."""
+    spec, rules = runtime.spec, runtime.rules
+    found = view(x)
+    dtype = rules.kv_dtype if found.dtype is rules.kv_dtype else rules.q_dtype
+    found = as_view(x, label, dtype, runtime.device)
+    if len(found.shape) != 3 or found.shape[1:] != (spec.num_kv_heads, dim):
+        raise ArgumentError(label, f"must be [rows, {spec.num_kv_heads}, {dim}]", list(found.shape))
+    check_last(found, label)
+    return found
+
+
+def _where(
+    runtime: Runtime, plan: Plan | None, rows: int, slots: Any, pool: int, rope: Any, handle: int
+) -> tuple[TensorView, TensorView | None]:
+    """Slot (int64) and, for a rotation, position (int32) of every row, where the kernel reads them."""
+    if slots is not None and rope is None:
+        return _given(runtime, slots, rows, pool), None
+    if plan is None:
+        raise PlanError(
+            "plan", "must be loaded before append without slots, or with rope", None, "attn.plan(index)"
+        )
+    own, positions = runtime.append_slots(plan)
+    if rows != plan.index.num_qo:
+        raise ArgumentError("k", f"must have the loaded plan's {plan.index.num_qo} rows", rows)
+    if slots is not None:
+        return _given(runtime, slots, rows, pool), runtime.on_device(positions, handle)
+    if own is None:
+        raise UnsupportedError(
+            "append",
+            "needs slots= where the index is bound or has a list per KV head",
+            None,
+            "Give slots=[rows]",
+        )
+    if own.max(initial=-1) >= pool:
+        raise ArgumentError("kv", f"must hold slot {int(own.max())} of the loaded plan", f"{pool} slots")
+    if (own < 0).any():
+        raise ArgumentError(
+            "plan",
+            "must have a key at every query's position",
+            f"none for row {int(np.argmin(own))}",
+            "Give slots=",
+        )
+    return runtime.on_device(own, handle), None if rope is None else runtime.on_device(positions, handle)
+
+
+def _given(runtime: Runtime, slots: Any, rows: int, pool: int) -> TensorView:
+    """The caller's slots: host integers are checked against the pool, a device array is read in place."""
+    if runtime.host or isinstance(slots, (list, tuple, np.ndarray)):
+        seen = slots if isinstance(slots, (list, tuple, np.ndarray)) else TensorView(slots).numpy()
+        array = np.asarray(seen)
+        if array.dtype.kind not in "iu" and array.size:
+            raise ArgumentError("slots", "must be integers", str(array.dtype))
+        array = np.ascontiguousarray(array.astype(np.int64))
+        if array.shape != (rows,):
+            raise ArgumentError("slots", f"must be [{rows}]", list(array.shape))
+        if array.max(initial=-1) >= pool:
+            raise ArgumentError("slots", f"must be below the pool's {pool} slots", int(array.max()))
+        return runtime.on_device(array, 0)
+    found = as_view(slots, "slots", view(slots).dtype, runtime.device)
+    if found.shape != (rows,) or str(found.dtype) != "int64":
+        raise ArgumentError(
+            "slots", f"must be int64 [{rows}] on the device", f"{found.dtype} {list(found.shape)}"
+        )
+    return found
+
+
+def _rope(runtime: Runtime, rope: Any) -> Any:
+    """The rotation's key map with its parameters bound: ``.key(ctx, rows)`` in NumPy; kernels read its table."""
+    if rope is None:
+        return None
+    from attnrt.variants import compose
+
+    composed = compose(rope)
+    if composed.key_map is None:
+        raise ArgumentError(
+            "rope", "must be a variant with a key hook, attnrt.variants.rope(...)", repr(composed)
+        )
+    spec = runtime.spec
+    bound = composed.bind({}, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads)
+    return composed.numpy(bound)
+
+
+def _scales(runtime: Runtime, params: dict[str, Any]) -> tuple[Any, Any]:
+    """k_scale and v_scale as NumPy arrays, from the arguments or the variant's defaults; None: 1."""
+    known = {p.name for p in runtime.spec.composed.params}
+    for name in params:
+        if name not in known:
+            raise ArgumentError(
+                f"argument {name}", "is not a parameter of the variant", None, f"Known: {sorted(known)}"
+            )
+    if not known.intersection(SCALES):
+        return None, None
+    values = {name: runtime.param(name, value) for name, value in params.items()}
+    spec = runtime.spec
+    table = spec.composed.bind(values, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads)
+    return table.host.get("k_scale"), table.host.get("v_scale")
+
+
+def slots_of(plan: Plan) -> tuple[np.ndarray | None, np.ndarray]:
+    """int64 [num_qo] slot of the key at each row's own position (-1: none), and int32 [num_qo] positions.
+
+    A query's own key is looked for first where it lies when queries are the last keys of their request; only where the position
+    there is another one is the whole list searched. None: the slots are not the host's to know.
+    """
+    index = plan.index
+    slots = np.full(index.num_qo, -1, np.int64)
+    positions = np.zeros(index.num_qo, np.int32)
+    known = True
+    for part in index.parts:
+        count = int(part.qo_indptr[-1])
+        rows = np.arange(count) if part.qo_index is None else part.qo_index[:count].astype(np.int64)
+        positions[rows] = part.qo_pos[:count]
+        if part.heads > 1 or part.features.bound_indices or part.features.bound_kv_lens:
+            known = False
+        elif known and count:
+            found = _part_slots(part, rows)
+            slots[rows] = np.where(found >= 0, found, slots[rows])
+    return (slots if known else None), positions
+
+
+def _part_slots(part: BlockSparse, rows: np.ndarray) -> np.ndarray:
+    """Slot of each query's own key in one part, -1 if it is not there."""
+    count = len(rows)
+    block_row = np.repeat(np.arange(part.num_rows), np.diff(part.qo_indptr))
+    request, position = part.request[:count], part.qo_pos[:count].astype(np.int64)
+    # the i-th of a request's queries is the last but qo_len - i of its keys
+    first = np.full(len(part.requests), np.iinfo(np.int64).max)
+    np.minimum.at(first, request, rows)
+    offset = (
+        part.requests.kv_lens[request].astype(np.int64)
+        - part.requests.qo_lens[request]
+        + rows
+        - first[request]
+    )
+    j = offset - part.kv_offset[block_row]
+    slots = _slots_at(part, block_row, j, position)
+    if part.block_pos is None:
+        missing = slots < 0
+        again = position[missing] - part.kv_pos[block_row[missing]]
+        slots[missing] = _slots_at(part, block_row[missing], again, position[missing])
+        return slots
+    for i in np.flatnonzero(slots < 0):  # positions without order: look through the list
+        row = block_row[i]
+        every = np.arange(part.kv_begin[row], part.kv_end[row])
+        found = _slots_at(part, np.full(len(every), row), every, np.full(len(every), position[i]))
+        slots[i] = found[found >= 0][0] if (found >= 0).any() else -1
+    return slots
+
+
+def _slots_at(part: BlockSparse, row: np.ndarray, j: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Slot of list place j of each row if it is live, no hole, and at ``position``; else -1."""
+    live = (j >= part.kv_begin[row]) & (j < part.kv_end[row])
+    j = np.where(live, j, 0)
+    size = part.block_size[1]
+    entry = np.where(live, part.indptr[row] + j // size, 0)
+    if part.block_pos is None:
+        at = part.kv_pos[row] + j
+    else:
+        at = (part.block_pos[entry] if len(part.block_pos) else np.zeros_like(j)) + j % size
+    if part.indices is None:
+        slots = part.kv_base[row] + j
+    else:
+        block = part.indices[entry].astype(np.int64) if len(part.indices) else np.full(len(j), -1)
+        slots = np.where(block >= 0, block * size + j % size, -1)
+    return np.where(live & (at == position), slots, -1)

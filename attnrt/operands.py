@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arrays of a run, read and checked: q, the KV cache in all its forms, out and lse.
+
+Everything that does not depend on the loaded plan is checked once per *form* (dtypes, shapes, strides, device of all five arrays)
+and kept, so that the runs of a model's layers, which differ in addresses only, pay for one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from attnrt.backends.base import PagedView
+from attnrt.device import Device
+from attnrt.dtypes import Dtype, as_dtype
+from attnrt.errors import ArgumentError, DtypeError, PlanError
+from attnrt.tensor import TensorView, native
+
+if TYPE_CHECKING:
+    from attnrt.scheduler.base import Plan
+    from attnrt.spec import AttentionSpec
+
+__all__ = ["Form", "Needs", "Pool", "Rules", "as_view", "read_form", "split_kv"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rules:
+    """What a spec on a device asks of arrays, with dtypes looked up once."""
+
+    spec: AttentionSpec
+    device: Device
+    q_dtype: Dtype
+    kv_dtype: Dtype
+    out_dtype: Dtype
+    lse_dtype: Dtype
+
+    @staticmethod
+    def of(spec: AttentionSpec, device: Device) -> Rules:
+        names = (spec.q_dtype, spec.kv_dtype, spec.out_dtype, "float32")
+        return Rules(spec, device, *(as_dtype(name) for name in names))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needs:
+    """What a loaded plan asks of arrays."""
+
+    num_rows: int
+    page_size: int
+    page_sizes: frozenset[int]
+    slots: int
+    affine: bool
+
+    @staticmethod
+    def of(plan: Plan) -> Needs:
+        parts = plan.index.parts
+        return Needs(
+            num_rows=plan.num_rows,
+            page_size=plan.index.page_size,
+            page_sizes=frozenset(part.block_size[1] for part in parts),
+            slots=max(((part.max_block + 1) * part.block_size[1] for part in parts), default=0),
+            affine=all(part.kv_base is not None for part in parts),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pool:
+    """Geometry of K or V; ``page_size`` 0: a pool of slots, whose pages are the index's. Strides in elements."""
+
+    num_pages: int
+    page_size: int
+    stride_page: int
+    stride_token: int
+    stride_head: int
+    dtype: str
+
+    @property
+    def slots(self) -> int:
+        return self.num_pages * (self.page_size or 1)
+
+    def view(self, ptr: int, page_size: int, owner: Any) -> PagedView:
+        """The pool at an address; a pool of slots is read in pages of ``page_size``."""
+        pages, size, stride = self.num_pages, self.page_size, self.stride_page
+        if size == 0:
+            pages, size, stride = pages // page_size, page_size, self.stride_token * page_size
+        return PagedView(
+            ptr=ptr,
+            dtype=self.dtype,
+            num_pages=pages,
+            page_size=size,
+            stride_page=stride,
+            stride_token=self.stride_token,
+            stride_head=self.stride_head,
+            owner=owner,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Form:
+    """A checked combination of arrays. ``q``, ``out`` and ``lse`` are views whose addresses are those of the first run of this
+    form; ``epoch`` is the load for which it was last compared with the plan."""
+
+    q: TensorView
+    k: Pool
+    v: Pool
+    out: TensorView | None
+    lse: TensorView | None
+    epoch: int = -1
+
+    def check(self, needs: Needs) -> None:
+        """Compare with the loaded plan."""
+        if self.q.shape[0] != needs.num_rows:
+            raise PlanError(
+                "q",
+                f"must have the {needs.num_rows} rows of the loaded plan",
+                self.q.shape[0],
+                "Plan with pad_to to pad",
+            )
+        size = self.k.page_size
+        if size and any(n not in (1, size) for n in needs.page_sizes):
+            raise PlanError("kv", f"must have pages of {needs.page_size} tokens, as the loaded plan", size)
+        if needs.slots > self.k.slots:
+            raise ArgumentError(
+                "kv",
+                f"must hold the {needs.slots} slots ({-(-needs.slots // needs.page_size)} pages) that the index names",
+                f"{self.k.slots} slots",
+            )
+
+
+def at(view: TensorView, ptr: int, owner: Any) -> TensorView:
+    """``view``'s shape at another address."""
+    return native.make(
+        *(
+            ptr,
+            view.shape,
+            view.strides,
+            view.dtype,
+            view.device,
+            owner,
+            view.framework,
+            view.readonly,
+            view.immutable,
+        )
+    )
+
+
+def as_view(x: Any, label: str, dtype: Dtype, device: Device) -> TensorView:
+    """Read one array; errors name ``label``."""
+    try:
+        view = x if type(x) is TensorView and x.dtype is dtype else TensorView(x, dtype)
+    except (ArgumentError, DtypeError) as error:
+        raise type(error)(label, error.rule, error.got, error.hint) from error
+    if view.device is not device and view.device != device:
+        raise ArgumentError(label, f"must be on {device}", str(view.device), "Move it there, or give device=")
+    return view
+
+
+def split_kv(spec: AttentionSpec, kv: Any) -> tuple[Any, Any]:
+    """The caller's (k, v); v is None with shared_kv."""
+    if spec.shared_kv:
+        if isinstance(kv, (tuple, list)):
+            raise ArgumentError(
+                "kv", "must be one array with shared_kv", f"{len(kv)} arrays", "V is the start of K's rows"
+            )
+        return kv, None
+    if isinstance(kv, (tuple, list)):
+        if len(kv) == 2:
+            return kv[0], kv[1]
+        raise ArgumentError("kv", "must be a pair (k, v)", f"{len(kv)} arrays")
+    raise ArgumentError(
+        "kv",
+        "must be a pair (k, v)",
+        type(kv).__name__,
+        "For one array that holds both use attnrt.kv_interleaved(x, axis)",
+    )
+
+
+def read_form(rules: Rules, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Form:
+    """Read and check all arrays of a run against the spec."""
+    spec, device = rules.spec, rules.device
+    q_view = as_view(q, "q", rules.q_dtype, device)
+    check_rows(q_view, "q", spec.num_qo_heads, spec.head_dim)
+    k_pool = read_pool(spec, as_view(k, "k", rules.kv_dtype, device), "k", spec.head_dim)
+    if v is None:
+        v_pool = k_pool
+    else:
+        v_pool = read_pool(spec, as_view(v, "v", rules.kv_dtype, device), "v", spec.head_dim_vo)
+        if (v_pool.num_pages, v_pool.page_size) != (k_pool.num_pages, k_pool.page_size):
+            raise ArgumentError(
+                "v",
+                f"must have k's {k_pool.num_pages} pages of {k_pool.page_size or 1} tokens",
+                f"{v_pool.num_pages} pages of {v_pool.page_size or 1}",
+            )
+    out_view = lse_view = None
+    if out is not None:
+        out_view = as_view(out, "out", rules.out_dtype, device)
+        check_rows(out_view, "out", spec.num_qo_heads, spec.head_dim_vo)
+        check_result(out_view, "out", q_view.shape[0])
+    if lse is not None:
+        lse_view = as_view(lse, "lse", rules.lse_dtype, device)
+        if len(lse_view.shape) != 2 or lse_view.shape[1] != spec.num_qo_heads:
+            raise ArgumentError("lse", f"must be [rows, {spec.num_qo_heads}]", list(lse_view.shape))
+        check_result(lse_view, "lse", q_view.shape[0])
+    return Form(q=q_view, k=k_pool, v=v_pool, out=out_view, lse=lse_view)
+
+
+def check_rows(view: TensorView, label: str, heads: int, dim: int) -> None:
+    """[rows, heads, dim] with a last stride of 1."""
+    shape = view.shape
+    if len(shape) != 3 or shape[1] != heads or shape[2] != dim:
+        raise ArgumentError(label, f"must be [rows, {heads}, {dim}]", list(shape))
+    check_last(view, label)
+
+
+def check_last(view: TensorView, label: str) -> None:
+    """The numbers of a head lie side by side."""
+    if view.strides[-1] != 1:
+        raise ArgumentError(
+            label, "must have a last stride of 1", list(view.strides), "Make the last axis contiguous"
+        )
+
+
+def check_result(view: TensorView, label: str, rows: int) -> None:
+    """A place for results: as many rows as q, writable, no element twice."""
+    if view.shape[0] != rows:
+        raise ArgumentError(label, f"must have q's {rows} rows", view.shape[0])
+    if view.readonly or view.immutable:
+        raise ArgumentError(
+            label,
+            "must be writable",
+            f"a read-only {view.framework} array",
+            f"Leave {label} out: it is returned",
+        )
+    if any(s == 0 and n > 1 for s, n in zip(view.strides, view.shape, strict=True)):
+        raise ArgumentError(label, "must not name one element twice (stride 0)", list(view.strides))
+
+
+def read_pool(spec: AttentionSpec, view: TensorView, label: str, dim: int) -> Pool:
+    """[pages, page, heads, dim] (NHD), [pages, heads, page, dim] (HND) or [slots, heads, dim]."""
+    shape, strides, heads = view.shape, view.strides, spec.num_kv_heads
+    hnd = spec.kv_layout == "HND"
+    if len(shape) == 4:
+        head_axis, token_axis = (1, 2) if hnd else (2, 1)
+        good = shape[head_axis] == heads and shape[3] == dim
+    elif len(shape) == 3:
+        head_axis, token_axis = 1, 0
+        good = shape[1] == heads and shape[2] == dim
+    else:
+        good = False
+    if not good:
+        page = f"[pages, {heads}, page_size, {dim}]" if hnd else f"[pages, page_size, {heads}, {dim}]"
+        raise ArgumentError(label, f"must be {page} or [slots, {heads}, {dim}]", list(shape))
+    check_last(view, label)
+    dtype = view.dtype.name
+    if len(shape) == 3:
+        return Pool(shape[0], 0, 0, strides[0], strides[1], dtype)
+    return Pool(shape[0], shape[token_axis], strides[0], strides[token_axis], strides[head_axis], dtype)

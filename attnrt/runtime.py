@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attention at work: kernels, the loaded plan, and the path of a run from the caller's arrays to the backend.
+
+The path of a run is straight-line code, because it is paid by every layer of every step: one crossing into C reads all arrays
+(``signature``), one look-up finds the checked form of them, one comparison of integers ties the form to the loaded plan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attnrt.backends.base import Call
+from attnrt.device import CPU, Device
+from attnrt.dispatch import require
+from attnrt.errors import ArgumentError, CaptureError, DtypeError, PlanError
+from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
+from attnrt.formats.base import Features
+from attnrt.tensor import TensorView, empty_like_caller, make_view, signature, to_caller, view
+
+if TYPE_CHECKING:
+    from attnrt.backends.base import Backend, Kernel, Loaded
+    from attnrt.formats.base import Index
+    from attnrt.scheduler.base import Plan, Traits
+    from attnrt.spec import AttentionSpec
+    from attnrt.workspace import Tenant, Workspace
+
+__all__ = ["Runtime"]
+
+#: Forms and pool views that are remembered; past it all are forgotten (arrays of ever new shapes).
+REMEMBER = 512
+
+
+class Runtime:
+    """The state of one Attention below its public surface.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+    backend : Backend
+    device : Device
+    workspace : Workspace
+    deterministic : str
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, backend: Backend, device: Device, workspace: Workspace, deterministic: str
+    ) -> None:
+        self.spec, self.backend, self.device = spec, backend, device
+        self.workspace, self.ops, self.lock = workspace, workspace.ops, workspace.lock
+        self.tenant: Tenant = workspace.seat(spec)
+        self.deterministic = deterministic
+        self.rules = Rules.of(spec, device)
+        self.host = workspace.ops.direct
+        self.kernel: Kernel | None = None
+        self._kernels: dict[Features, Kernel] = {}
+        self._traits: dict[Features, Traits] = {}
+        self._planning: dict[Traits, Traits] = {}
+        self._forms: dict[bytes, Form] = {}
+        self._pools: dict[tuple[Form, int, int], tuple[Any, Any]] = {}
+        self._defaults: Any = None
+        self._needs: Needs | None = None
+        self._own_slots: tuple[Plan, Any] | None = None
+        self._epoch = 0
+
+    # ------------------------------------------------------------------------------------------- plans
+
+    def traits(self, features: Features) -> Traits:
+        """The backend's traits for an index of these features; raises UnsupportedError if it cannot take them."""
+        found = self._traits.get(features)
+        if found is None:
+            require(self.backend, self.spec, features, self.device)
+            found = self.backend.traits(self.spec, features, self.device, self.deterministic)
+            self._traits[features] = found
+        return found
+
+    def planning_traits(self, traits: Traits) -> Traits:
+        """The traits within the limits: fewer workers, fewer partial slots."""
+        limits = self.workspace.limits
+        if limits is None:
+            return traits
+        found = self._planning.get(traits)
+        if found is None:
+            slots = min(limits.slots(traits), traits.max_partial_slots)
+            found = replace(traits, num_workers=limits.workers(traits), max_partial_slots=slots)
+            self._planning[traits] = found
+        return found
+
+    def compile(self, features: Features) -> Kernel:
+        """The kernel for an index of these features."""
+        found = self._kernels.get(features)
+        if found is None:
+            require(self.backend, self.spec, features, self.device)
+            found = self._kernels[features] = self.backend.compile(self.spec, features, self.device)
+        return found
+
+    def check_index(self, index: Index) -> None:
+        """What an index must have for this spec, beyond its own checks."""
+        for part in index.parts:
+            if part.heads not in (1, self.spec.num_kv_heads):
+                raise ArgumentError(
+                    "index",
+                    f"must have one list per row or one per KV head ({self.spec.num_kv_heads})",
+                    part.heads,
+                )
+        if self.spec.composed.reads_index_mask and not any(p.features.masked for p in index.parts):
+            raise ArgumentError("index", "must own mask bits for custom_mask()", "an index without a mask")
+
+    def load(self, plan: Plan, stream: Any) -> None:
+        """Load a plan; see Attention.load."""
+        self.check_plan(plan)
+        handle = self.ops.stream(stream)
+        kernel = self.compile(plan.index.features)
+        if not self.lock.acquire(blocking=False):
+            raise _busy("load")
+        try:
+            self.workspace.load(self.tenant, plan, kernel, handle)
+            self.kernel = kernel
+            self._needs = Needs.of(plan)
+            self._epoch += 1
+            self._pools.clear()
+        finally:
+            self.lock.release()
+
+    def check_plan(self, plan: Plan) -> None:
+        """Whether a plan was made for this attention."""
+        spec = self.spec
+        if plan.spec is not spec and plan.spec != spec:
+            raise PlanError("plan", "must be made for this attention's spec", repr(plan.spec))
+        if plan.spec is not spec and plan.spec.composed.reach() != spec.composed.reach():
+            raise PlanError("plan", "must be made with this attention's window", plan.spec.composed.reach())
+        own = self.traits(plan.index.features)
+        if plan.traits is not own and plan.traits.classes != own.classes:
+            raise PlanError(
+                "plan",
+                f"must be made with the numeric classes of {own.name}",
+                plan.traits.name,
+                "Use attn.plan(index)",
+            )
+        if plan.deterministic != self.deterministic:
+            raise PlanError(
+                "plan", f"must be made for deterministic={self.deterministic!r}", plan.deterministic
+            )
+        self.check_index(plan.index)
+
+    # ------------------------------------------------------------------------------------------- runs
+
+    def run(
+        self,
+        q: Any,
+        kv: Any,
+        plan: Plan | None,
+        results: tuple[Any, Any, bool],
+        sm_scale: float | None,
+        stream: Any,
+        params: dict[str, Any],
+    ) -> Any:
+        """See Attention.run; ``results`` is (out, lse, return_lse)."""
+        if not self.lock.acquire(blocking=False):
+            raise _busy("run")
+        try:
+            return self._run(q, kv, plan, results, sm_scale, stream, params)
+        finally:
+            self.lock.release()
+
+    def _run(
+        self,
+        q: Any,
+        kv: Any,
+        plan: Plan | None,
+        results: tuple[Any, Any, bool],
+        sm_scale: float | None,
+        stream: Any,
+        params: dict[str, Any],
+    ) -> Any:
+        out, lse, return_lse = results
+        spec = self.spec
+        loaded = self.tenant.loaded
+        if loaded is None or (plan is not None and loaded.plan is not plan):
+            raise _not_loaded(plan)
+        want_lse = return_lse or lse is not None
+        if want_lse and not spec.variant.use_softmax:
+            raise ArgumentError(
+                "lse", "must not be asked of a softmax-free variant", None, "Its partial results add"
+            )
+        k, v = split_kv(spec, kv)
+        scale = spec.sm_scale if sm_scale is None else _scale(sm_scale)
+        found = signature(q, k, v, out, lse)
+        if found is None:  # read in the slow way, which also says what is wrong; never remembered
+            form = read_form(self.rules, q, k, v, out, lse)
+            views = [view(x) if x is not None else None for x in (q, k, v, out, lse)]
+            ptrs = tuple(0 if x is None else x.ptr for x in views)
+            owners: tuple[Any, ...] = tuple(views)
+        else:
+            key, ptrs = found
+            owners = (q, k, v, out, lse)
+            form = self._forms.get(key)
+            if form is None:
+                form = read_form(self.rules, q, k, v, out, lse)
+                if len(self._forms) >= REMEMBER:
+                    self._forms.clear()
+                self._forms[key] = form
+        if form.epoch != self._epoch:
+            form.check(self._needs)
+            form.epoch = self._epoch
+        table = self._defaults if not params and self._defaults is not None else self._bind(params)
+        handle = 0 if self.host and stream is None else self.ops.stream(stream, form.q)
+        capturing = not self.host and self.ops.capturing(handle)
+        if capturing:
+            self._check_capture(out, lse, return_lse)
+        out_view, lse_view = form.out, form.lse
+        if out is None:
+            out = empty_like_caller(
+                form.q, (form.q.shape[0], spec.num_qo_heads, spec.head_dim_vo), self.rules.out_dtype
+            )
+            out_view = view(out)
+        else:
+            out_view = at(form.out, ptrs[3], out)
+        if lse is not None:
+            lse_view = at(form.lse, ptrs[4], lse)
+        elif want_lse:
+            lse = empty_like_caller(form.q, (form.q.shape[0], spec.num_qo_heads), self.rules.lse_dtype)
+            lse_view = view(lse)
+        k_view, v_view = self._paged(form, ptrs, owners)
+        call = Call(
+            loaded=loaded,
+            q=at(form.q, ptrs[0], owners[0]),
+            k=k_view,
+            v=v_view,
+            out=out_view,
+            lse=lse_view,
+            params=table,
+            sm_scale=scale,
+            stream=handle,
+        )
+        self._launch(call, handle)
+        if form.q.framework == "jax":
+            out = to_caller(out, "jax")
+            lse = None if lse is None else to_caller(lse, "jax")
+        return (out, lse) if return_lse else out
+
+    def _launch(self, call: Call, handle: int) -> None:
+        kernel, loaded, tenant = self.kernel, call.loaded, self.tenant
+        if self.host:  # a graph must launch even for nothing: its next plan may have work
+            if loaded.work.shape[0]:
+                kernel.attend(call)
+            if loaded.merge_rows.shape[0]:
+                kernel.merge(call)
+            return
+        if handle != tenant.load_stream and handle != tenant.run_stream:
+            self.workspace.order_run(tenant, handle)
+        tenant.run_stream = handle
+        kernel.attend(call)
+        kernel.merge(call)
+
+    def _paged(self, form: Form, ptrs: tuple[int, ...], owners: tuple[Any, ...]) -> tuple[Any, Any]:
+        """K and V as the backend reads them; on the host addresses say all, so that layers are remembered."""
+        key = (form, ptrs[1], ptrs[2])
+        found = self._pools.get(key)
+        if found is None:
+            size = self._needs.page_size
+            k = form.k.view(ptrs[1], size, None)
+            v = form.v.view(ptrs[2], size, None) if owners[2] is not None else k
+            if len(self._pools) >= REMEMBER:
+                self._pools.clear()
+            found = self._pools[key] = (k, v)
+        return found
+
+    def _bind(self, params: dict[str, Any]) -> Any:
+        """The variant's parameter table; the defaults' table is kept."""
+        spec = self.spec
+        composed = spec.variant
+        wider = composed.widened_by(params)
+        if wider:
+            raise PlanError(wider[0], "must not let a query see more than the plan does", params[wider[0]])
+        values = {name: self.param(name, value) for name, value in params.items()}
+        place = getattr(self.kernel, "place", None)
+        table = composed.bind(
+            values, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads, place=place
+        )
+        if not params:
+            self._defaults = table
+        return table
+
+    def param(self, name: str, value: Any) -> Any:
+        """A run argument as the variant's table takes it: numbers and host arrays as they are, others read once."""
+        if value is None or isinstance(value, (int, float, list, tuple, np.ndarray, np.generic)):
+            return value
+        try:
+            found = TensorView(value)
+        except (ArgumentError, DtypeError) as error:
+            raise type(error)(name, error.rule, error.got, error.hint) from error
+        if found.device is CPU:
+            return found.numpy()
+        if found.device != self.device:
+            raise ArgumentError(name, f"must be on {self.device} or on the host", str(found.device))
+        return found
+
+    # ------------------------------------------------------------------------------------------- append
+
+    def append(
+        self, k: Any, v: Any, kv: Any, slots: Any, rope: Any, stream: Any, params: dict[str, Any]
+    ) -> None:
+        """See Attention.append."""
+        from attnrt.append import append
+
+        if not self.lock.acquire(blocking=False):
+            raise _busy("append")
+        try:
+            append(self, k, v, kv, slots, rope, stream, params)
+        finally:
+            self.lock.release()
+
+    def any_kernel(self) -> Kernel:
+        """A kernel that appends: the loaded plan's, else the one of paged indexes."""
+        return self.kernel if self.kernel is not None else self.compile(Features())
+
+    def append_slots(self, plan: Plan) -> tuple[np.ndarray | None, np.ndarray]:
+        """Slots and positions of the plan's queries (append.slots_of), found once per plan."""
+        from attnrt.append import slots_of
+
+        if self._own_slots is None or self._own_slots[0] is not plan:
+            self._own_slots = (plan, slots_of(plan))
+        return self._own_slots[1]
+
+    def on_device(self, array: np.ndarray, stream: int) -> TensorView:
+        """A small host array where kernels can read it."""
+        if self.host:
+            return view(array)
+        source = self.ops.staging(max(array.nbytes, 1))
+        source[: array.nbytes] = array.reshape(-1).view(np.uint8)
+        address, owner = self.ops.allocate(max(array.nbytes, 1))
+        self.ops.copy(address, source, array.nbytes, stream)
+        return make_view(address, array.shape, array.dtype, self.device, owner=(owner, source))
+
+    def _check_capture(self, out: Any, lse: Any, return_lse: bool) -> None:
+        if self.workspace.limits is None:
+            raise CaptureError(
+                "limits", "must be given for graph capture", None, "Attention(..., limits=attnrt.Limits(...))"
+            )
+        if out is None:
+            raise CaptureError("out", "must be given inside a capture", None, "run() may not allocate there")
+        if return_lse and lse is None:
+            raise CaptureError("lse", "must be given inside a capture", None, "run() may not allocate there")
+
+
+def _scale(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        raise DtypeError("sm_scale", "must be a number", type(value).__name__)
+    number = float(value)
+    if not math.isfinite(number):
+        raise ArgumentError("sm_scale", "must be finite", number)
+    return number
+
+
+def _busy(what: str) -> PlanError:
+    return PlanError(
+        "attention",
+        "must be used by one thread at a time",
+        f"{what}() inside another call",
+        "One Attention per thread",
+    )
+
+
+def _not_loaded(plan: Plan | None) -> PlanError:
+    if plan is None:
+        return PlanError("plan", "must be loaded before a run", None, "attn.plan(index) loads it")
+    return PlanError("plan", "must be the loaded one", "another plan", "attn.load(plan)")
