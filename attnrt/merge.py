@@ -116,10 +116,12 @@ def merge_states(
     parts = range(stacked.shape[0])
     weights = None
     if lse is not None:
-        weights = _read(lse, "lse")
-        if weights.shape != stacked.shape[:3]:
-            raise ArgumentError("lse", f"must be [parts, rows, heads] = {stacked.shape[:3]}", weights.shape)
-        weights = tuple(weights.take(0, i) for i in parts)
+        stacked_lse = _read(lse, "lse")
+        if stacked_lse.shape != stacked.shape[:3]:
+            raise ArgumentError(
+                "lse", f"must be [parts, rows, heads] = {stacked.shape[:3]}", stacked_lse.shape
+            )
+        weights = tuple(stacked_lse.take(0, i) for i in parts)
     return _merge(
         tuple(stacked.take(0, i) for i in parts), weights, ("v", "v"), ("lse", "lse"), (out, out_lse, stream)
     )

@@ -156,7 +156,7 @@ PyObject* dtype_of(dl::DataType t) {  // borrowed, or NULL without an exception
   return (t.lanes == 1 && t.code < 32) ? g.dtypes[t.code][log2_bytes(t.bits)] : nullptr;
 }
 
-PyObject* device_of(dl::Device d) {  // borrowed, or NULL without an exception
+PyObject* device_of(dl::Device d) {              // borrowed, or NULL without an exception
   if (d.type == 1 || d.type == 3) return g.cpu;  // 3: pinned host memory
   if (d.type != 2 || d.id < 0 || d.id >= kMaxCudaDevices) return nullptr;
   if (!g.cuda[d.id]) {

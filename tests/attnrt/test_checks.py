@@ -70,7 +70,7 @@ class TestHostInts:
         assert checks.host_ints(range(3), "x").shape == (3,)
         assert checks.host_ints([[1, 2], [3, 4]], "x", ndim=2).shape == (2, 2)
         for bad in ([[1], [2, 3]], [1, None], [2**70]):
-            with pytest.raises(ArgumentError, match="^x must"):
+            with pytest.raises(ArgumentError, match=r"^x must"):
                 checks.host_ints(bad, "x")
 
     def test_frameworks(self):

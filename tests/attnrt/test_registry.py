@@ -41,16 +41,16 @@ def test_register_and_get():
 def test_unknown_names_list_the_known_ones():
     registry = Registry("scheduler")
     registry.register("lpt", len)
-    with pytest.raises(ArgumentError, match="scheduler must be a known name; got 'ltp'. Known: lpt"):
+    with pytest.raises(ArgumentError, match=r"scheduler must be a known name; got 'ltp'\. Known: lpt"):
         registry.get("ltp")
-    with pytest.raises(ArgumentError, match="^backend must"):
+    with pytest.raises(ArgumentError, match=r"^backend must"):
         registry.get("ltp", label="backend")
 
 
 def test_duplicate_and_empty_names():
     registry = Registry("scheduler")
     registry.register("lpt", len)
-    with pytest.raises(ArgumentError, match="scheduler name must not be taken; got 'lpt'. Known: lpt"):
+    with pytest.raises(ArgumentError, match=r"scheduler name must not be taken; got 'lpt'\. Known: lpt"):
         registry.register("lpt", max)
     assert registry.get("lpt") is len
     for bad in ("", 3):
@@ -68,7 +68,7 @@ def test_entry_points_load_when_asked_for(plug_in):
     import math
 
     assert registry.get("zigzag") is math.sqrt and "zigzag" in registry
-    with pytest.raises(ArgumentError, match="must load from its entry point 'no_such_module_anywhere:x'"):
+    with pytest.raises(ArgumentError, match=r"must load from its entry point 'no_such_module_anywhere:x'"):
         registry.get("missing")
     with pytest.raises(ArgumentError, match="must not be taken"):
         registry.register("missing", len)
