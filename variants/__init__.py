@@ -7,7 +7,9 @@ for the CPU and CUDA text. See docs/add_a_variant.md.
 
 from attnrt.variants.bind import BoundParams
 from attnrt.variants.compose import Composed, compose
+from attnrt.variants.cpp_text import cpp
 from attnrt.variants.evaluate import NumpyVariant
+from attnrt.variants.flash_sigmoid import sigmoid
 from attnrt.variants.functions import (
     absolute,
     ceil,
@@ -32,8 +34,11 @@ from attnrt.variants.functions import (
     to_int64,
     where,
 )
+from attnrt.variants.linear_bias import alibi, alibi_slopes
 from attnrt.variants.masks import causal, custom_mask, full, sliding_window
 from attnrt.variants.print_cpp import include_dir
+from attnrt.variants.rotary import rope, rope_frequencies, rope_phases
+from attnrt.variants.scales import fp8_scales, sink_logits
 from attnrt.variants.soft_cap import softcap
 from attnrt.variants.trace import logits, mask, output
 from attnrt.variants.untraceable import TraceError
@@ -47,16 +52,20 @@ __all__ = [
     "TraceError",
     "Variant",
     "absolute",
+    "alibi",
+    "alibi_slopes",
     "causal",
     "ceil",
     "clip",
     "compose",
     "cos",
     "cospi",
+    "cpp",
     "custom_mask",
     "exp",
     "exp2",
     "floor",
+    "fp8_scales",
     "full",
     "include_dir",
     "log",
@@ -67,8 +76,13 @@ __all__ = [
     "maximum",
     "minimum",
     "output",
+    "rope",
+    "rope_frequencies",
+    "rope_phases",
     "rsqrt",
+    "sigmoid",
     "sin",
+    "sink_logits",
     "sinpi",
     "sliding_window",
     "softcap",

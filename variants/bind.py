@@ -149,12 +149,12 @@ def bind_params(
     params : tuple of Param
         The table of a compiled variant.
     values : mapping
-        Name to number, NumPy array, or an object with ``ptr`` (address), ``shape``, ``strides`` (elements),
-        ``dtype``.
+        Name to number, or to an array of any framework (TensorView reads it).
     num_qo_heads, num_kv_heads : int
         Lengths that an array with one number per head must have.
     place : callable or None
-        Copies host arrays to the device; None: kernels read host memory.
+        Copies host arrays to the device; None: kernels read host memory, and device arrays are refused. That
+        a device array lies on the right device is the caller's check.
 
     Raises
     ------
@@ -186,12 +186,36 @@ def bind_params(
     return BoundParams(table=table, host=host, keep=tuple(keep))
 
 
+def _read(value: Any) -> Any:
+    """Arrays of other frameworks: host memory as NumPy over the same memory, device memory as a view."""
+    if isinstance(value, (numbers.Real, np.ndarray, np.generic, list, tuple, str)):
+        return value
+    if not hasattr(value, "ptr") and (
+        hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+    ):
+        from attnrt.tensor import TensorView
+
+        value = TensorView(value)
+    if hasattr(value, "ptr") and value.device.kind == "cpu":
+        return value.numpy()
+    return value
+
+
+def _device_record(param: Param, value: Any, heads: int, place: Place | None) -> tuple:
+    if place is None:
+        raise ArgumentError(
+            param.name, "must be in host memory for this backend", f"memory of {value.device}"
+        )
+    if str(value.dtype) != param.dtype:
+        raise DtypeError(param.name, f"must be {param.dtype}", value.dtype)
+    _check_array_shape(param, tuple(value.shape))
+    return _array_record(param, value.ptr, tuple(value.shape), tuple(value.strides), heads)
+
+
 def _pack(param: Param, value: Any, heads: int, place: Place | None) -> tuple[tuple, np.ndarray | None, Any]:
-    if hasattr(value, "ptr") and not isinstance(value, np.ndarray):
-        if str(value.dtype) != param.dtype:
-            raise DtypeError(param.name, f"must be {param.dtype}", value.dtype)
-        _check_array_shape(param, tuple(value.shape))
-        return _array_record(param, value.ptr, tuple(value.shape), tuple(value.strides), heads), None, value
+    value = _read(value)
+    if hasattr(value, "ptr"):
+        return _device_record(param, value, heads, place), None, value
     array = host_value(param, value)
     if param.rank == 0 and array.size == 1:
         bits = int(array.reshape(()).view(f"<u{array.itemsize}"))

@@ -31,7 +31,7 @@ from attnrt.variants.expr import (
     topological,
 )
 from attnrt.variants.untraceable import TraceError, untraceable
-from attnrt.variants.variant import Bound, PairMap, Param, Variant, input_node
+from attnrt.variants.variant import Bound, PairMap, Param, Variant, check_bounds, input_node
 
 __all__ = ["CTX", "Ctx", "logits", "mask", "output", "trace_pair", "trace_params"]
 
@@ -211,17 +211,9 @@ def mask(
 
 def _mask(fn: HookFunction, bounds: tuple[Bound, Bound]) -> Variant:
     nodes, params = trace_params(fn, ("ctx",))
-    if not isinstance(bounds, tuple) or len(bounds) != 2:
-        raise ArgumentError("bounds", "must be a pair (left, right)", bounds)
-    for side in bounds:
-        number = isinstance(side, int) and not isinstance(side, bool) and side >= 0
-        named = isinstance(side, str) and side in params and params[side].dtype == INT
-        if not (side is None or number or named):
-            raise ArgumentError(
-                "bounds", "must hold None, numbers >= 0 or names of int parameters of the mask", repr(side)
-            )
     root = _result(fn, _call(fn, CTX, **nodes), BOOL)
     done = _finish_params(fn.__name__, params, (root,))
+    check_bounds(fn.__name__, bounds, done)
     return Variant(name=fn.__name__, params=done, mask=root, bounds=bounds)
 
 
@@ -235,7 +227,7 @@ def output(fn: HookFunction) -> Variant:
 def trace_pair(
     fn: HookFunction, dim: int | None, pairing: str
 ) -> tuple[PairMap, dict[str, Param], tuple[Node, ...]]:
-    """Pair map from ``(ctx, d, x0, x1, **params) -> (y0, y1)``; "single": ``(ctx, d, x0, **params) -> y0``."""
+    """Pair map from ``(ctx, d, x0, x1, **params) -> (y0, y1)``; "single": ``(ctx, d, x0) -> y0``."""
     single = pairing == "single"
     nodes, params = trace_params(fn, ("ctx", "d", "x0") if single else ("ctx", "d", "x0", "x1"))
     inputs = [input_node(n) for n in (("d", "x0") if single else ("d", "x0", "x1"))]

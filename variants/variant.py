@@ -18,7 +18,7 @@ import numpy as np
 from attnrt.errors import ArgumentError
 from attnrt.variants.expr import FLOAT, INT, LONG, Node, make, topological
 
-__all__ = ["Bound", "CppText", "PairMap", "Param", "Variant", "expression_text", "input_node"]
+__all__ = ["Bound", "CppText", "PairMap", "Param", "Variant", "check_bounds", "expression_text", "input_node"]
 
 #: One side of a key range: None is unbounded, a number, or the name of an int32 parameter whose -1 means
 #: unbounded.
@@ -84,6 +84,18 @@ class Param:
         if callable(self.default):
             return f"{self.default.__module__}.{self.default.__qualname__}"
         return repr(self.default)
+
+
+def check_bounds(label: str, bounds: object, params: tuple[Param, ...]) -> None:
+    """Refuse bounds that are not two of None, a number >= 0, or the name of an int32 number parameter."""
+    if not isinstance(bounds, tuple) or len(bounds) != 2:
+        raise ArgumentError(f"{label}: bounds", "must be a pair (left, right)", bounds)
+    names = {p.name for p in params if p.dtype == INT and p.rank == 0}
+    for side in bounds:
+        number = isinstance(side, int) and not isinstance(side, bool) and 0 <= side < 2**31
+        if not (side is None or number or (isinstance(side, str) and side in names)):
+            rule = "must hold None, numbers >= 0 or names of int32 number parameters"
+            raise ArgumentError(f"{label}: bounds", rule, repr(side))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -51,6 +51,21 @@ def ptx(source: str, arch: str) -> str:
 
 BUILTINS = {
     "full": av.full(),
+    "alibi": av.alibi(),
+    "sigmoid": (av.causal(), av.sigmoid()),
+    "rope": (av.causal(), av.rope(16)),
+    "rope_pairs": av.rope(16, interleaved=True),
+    "scales_sinks": (av.custom_mask(), av.fp8_scales(), av.sink_logits()),
+    "cpp": av.cpp(
+        "own",
+        logits="for (int i = 0; i < 3; ++i) s = max_of(s, table(ctx.qo_head, i)); return s;",
+        mask="ctx.kv_pos % 2 == 0 || ctx.kv_slot > 7",
+        key="y0 = x1 * gain; y1 = f_tanh(x0);",
+        output="o + d",
+        params={"gain": 2.0, "table": ("float32", 2)},
+        dim=8,
+        pairing="half",
+    ),
     "causal_window_cap": (av.causal(), av.sliding_window(64), av.softcap(30.0)),
 }
 
