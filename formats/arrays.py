@@ -19,8 +19,10 @@ from attnrt.errors import ArgumentError, DtypeError
 __all__ = [
     "INT_MAX",
     "bound_array",
+    "flat_bound",
     "frozen",
     "host_ints",
+    "indptr_of",
     "iota",
     "is_device",
     "largest",
@@ -176,6 +178,33 @@ def bound_array(
     if shape[0] < at_least:
         raise ArgumentError(name, f"must have at least {at_least} entries", shape[0])
     return x
+
+
+def flat_bound(name: str, x: Any, *, ndim: int) -> tuple[tuple[int, ...], Any]:
+    """Shape and flat view of a contiguous int32 device array of ``ndim`` axes."""
+    interface = getattr(x, "__cuda_array_interface__", {})
+    shape = tuple(interface["shape"] if interface else x.shape)
+    if len(shape) != ndim:
+        raise ArgumentError(name, f"must have {ndim} axes", f"shape {list(shape)}")
+    strides = interface.get("strides")
+    if strides is not None and np.prod(shape) > 0:
+        packed = [4 * int(np.prod(shape[i + 1 :])) for i in range(ndim)]
+        if any(s != p for s, p, size in zip(strides, packed, shape, strict=True) if size > 1):
+            hint = "Pass whole rows, not a slice of their columns."
+            raise ArgumentError(
+                name, "must be contiguous on a device", f"strides {list(strides)} bytes", hint
+            )
+    flat = x.reshape(-1)
+    return shape, bound_array(name, flat, exactly=int(np.prod(shape)))
+
+
+def indptr_of(lens: np.ndarray) -> np.ndarray:
+    """Frozen int32 [len(lens) + 1]: where each list starts when lists of these lengths follow each other."""
+    indptr = np.zeros(len(lens) + 1, np.int64)
+    np.cumsum(lens, out=indptr[1:])
+    if indptr[-1] > INT_MAX:
+        raise ArgumentError("indices", "must have fewer than 2**31 entries", int(indptr[-1]))
+    return frozen(indptr.astype(np.int32))
 
 
 def largest(name: str, array: np.ndarray, *, holes: bool = False) -> int:

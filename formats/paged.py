@@ -11,8 +11,10 @@ from attnrt.errors import ArgumentError
 from attnrt.formats.arrays import (
     INT_MAX,
     bound_array,
+    flat_bound,
     frozen,
     host_ints,
+    indptr_of,
     iota,
     is_device,
     largest,
@@ -113,7 +115,7 @@ def block_table(
     size = page_size_of(page_size)
     on_device = is_device(table)
     if on_device:
-        rows, width, indices = _bound_table(table)
+        (rows, width), indices = flat_bound("table", table, ndim=2)
     else:
         grid = host_ints("table", table, ndim=2)
         rows, width = grid.shape
@@ -130,9 +132,7 @@ def block_table(
         indptr, top = frozen(iota(rows + 1) * np.int32(width)), -1
     else:
         pages = -(-lens // size)
-        indptr = np.zeros(rows + 1, np.int32)
-        np.cumsum(pages, out=indptr[1:])
-        frozen(indptr)
+        indptr = indptr_of(pages)
         indices = frozen(grid[iota(width) < pages[:, None]])
         top = largest("table", indices, holes=True)
     return _paged_index(requests, queries, indptr=indptr, indices=indices, size=size, top=top, kv_pos=kv_pos)
@@ -170,8 +170,6 @@ def tokens_index(
 ) -> BlockSparse:
     """One list of single slots (C = 1), each with its own position, per request; ``lens`` keys each."""
     count = len(lens)
-    indptr = np.zeros(count + 1, np.int32)
-    np.cumsum(lens, out=indptr[1:])
     return BlockSparse(
         block_size=(max(queries.longest, 1), 1),
         num_qo=queries.count,
@@ -179,7 +177,7 @@ def tokens_index(
         qo_indptr=queries.indptr,
         request=queries.request,
         qo_pos=queries.pos,
-        indptr=frozen(indptr),
+        indptr=indptr_of(lens),
         indices=frozen(slots),
         kv_pos=None,
         block_pos=frozen(positions),
@@ -254,22 +252,3 @@ def _check_room(lens: np.ndarray, pages: np.ndarray, most: int, size: int, name:
             f"must not exceed the {pages[r]} pages of {size} tokens of its request",
             f"{lens[r]} in request {r}",
         )
-
-
-def _bound_table(table: Any) -> tuple[int, int, Any]:
-    """Rows, width and the flat device array of a table on a device."""
-    shape = tuple(getattr(table, "shape", None) or table.__cuda_array_interface__["shape"])
-    if len(shape) != 2:
-        raise ArgumentError("table", "must have 2 axes", f"shape {list(shape)}")
-    interface = getattr(table, "__cuda_array_interface__", {})
-    strides = interface.get("strides")
-    if strides is not None and shape[0] > 1 and tuple(strides) != (4 * shape[1], 4):
-        raise ArgumentError(
-            "table",
-            "must be contiguous on a device",
-            f"strides {list(strides)} bytes",
-            "Pass whole rows, not a column slice.",
-        )
-    flat = table.reshape(-1)
-    bound_array("table", flat, exactly=shape[0] * shape[1])
-    return shape[0], shape[1], flat
