@@ -47,7 +47,9 @@ def _check_composite(index: Composite) -> None:
     first = index.parts[0]
     for i, part in enumerate(index.parts):
         if not isinstance(part, BlockSparse):
-            raise ArgumentError(f"parts[{i}]", "must be BlockSparse; a Composite is not nested", type(part).__name__)
+            raise ArgumentError(
+                f"parts[{i}]", "must be BlockSparse; a Composite is not nested", type(part).__name__
+            )
         if part.num_qo != first.num_qo:
             raise ArgumentError(f"parts[{i}].num_qo", f"must be {first.num_qo}, as in part 0", part.num_qo)
         if part.requests is not first.requests:
@@ -60,7 +62,9 @@ def _check_shapes(part: BlockSparse, at: str) -> None:
     """dtype, rank and length of every array."""
     R, C = part.block_size
     if R < 1 or C < 1 or part.heads < 1 or part.num_qo < 0:
-        raise ArgumentError(f"{at}block_size, heads, num_qo", "must be positive", (part.block_size, part.heads, part.num_qo))
+        raise ArgumentError(
+            f"{at}block_size, heads, num_qo", "must be positive", (part.block_size, part.heads, part.num_qo)
+        )
     requests, rows, queries = part.requests, part.num_rows, len(part.request)
     cells = rows * part.heads
     _array(f"{at}requests.qo_lens", requests.qo_lens, np.int32, None)
@@ -119,20 +123,32 @@ def _check_lengths(part: BlockSparse, at: str) -> None:
         if len(indptr) == 0 or indptr[0] != 0 or (np.diff(indptr.astype(np.int64)) < 0).any():
             raise ArgumentError(at + name, "must start at 0 and never fall", indptr[:8].tolist())
     if part.qo_indptr[-1] != len(part.request):
-        raise ArgumentError(f"{at}qo_indptr", f"must end at the {len(part.request)} queries", int(part.qo_indptr[-1]))
+        raise ArgumentError(
+            f"{at}qo_indptr", f"must end at the {len(part.request)} queries", int(part.qo_indptr[-1])
+        )
     if np.diff(part.qo_indptr).max(initial=0) > part.block_size[0]:
-        raise ArgumentError(f"{at}block_size", "must have R of at least the queries of a row", part.block_size)
+        raise ArgumentError(
+            f"{at}block_size", "must have R of at least the queries of a row", part.block_size
+        )
     if part.qo_index is None and len(part.request) > part.num_qo:
         raise ArgumentError(f"{at}num_qo", f"must be at least {len(part.request)}", part.num_qo)
     for name, entries in (("indices", part.indices), ("block_pos", part.block_pos)):
         if isinstance(entries, np.ndarray) and part.indptr[-1] > len(entries):
             raise ArgumentError(at + name, f"must have at least {part.indptr[-1]} entries", len(entries))
     begin, end = part.kv_begin.astype(np.int64), part.kv_end.astype(np.int64)
-    listed = np.full(len(end), INT_MAX, np.int64) if part.indices is None else np.diff(part.indptr).astype(np.int64) * C
+    listed = (
+        np.full(len(end), INT_MAX, np.int64)
+        if part.indices is None
+        else np.diff(part.indptr).astype(np.int64) * C
+    )
     if ((begin < 0) | (begin > end) | (end > listed)).any():
-        raise ArgumentError(f"{at}kv_begin and kv_end", "must satisfy 0 <= kv_begin <= kv_end <= listed blocks * C")
+        raise ArgumentError(
+            f"{at}kv_begin and kv_end", "must satisfy 0 <= kv_begin <= kv_end <= listed blocks * C"
+        )
     if len(part.request) and (part.request.min() < 0 or part.request.max() >= len(part.requests)):
-        raise ArgumentError(f"{at}request", f"must be below {len(part.requests)} requests", int(part.request.max()))
+        raise ArgumentError(
+            f"{at}request", f"must be below {len(part.requests)} requests", int(part.request.max())
+        )
     if (part.requests.qo_lens < 0).any() or (part.requests.kv_lens < 0).any():
         raise ArgumentError(f"{at}requests", "must not have negative lengths")
     found = {
@@ -162,7 +178,9 @@ def _check_entries(part: BlockSparse, at: str) -> None:
     if isinstance(part.indices, np.ndarray):
         ids = part.indices[: part.indptr[-1]]
         if ids.min(initial=0) < HOLE:
-            raise ArgumentError(f"{at}indices", "must hold block ids of at least 0, or -1 for a hole", int(ids.min()))
+            raise ArgumentError(
+                f"{at}indices", "must hold block ids of at least 0, or -1 for a hole", int(ids.min())
+            )
         if ids.max(initial=-1) > part.max_block:
             raise ArgumentError(f"{at}max_block", f"must be at least {ids.max()}", part.max_block)
     if part.mask is None:
@@ -173,7 +191,11 @@ def _check_entries(part: BlockSparse, at: str) -> None:
     over = (part.mask_offset >= 0) & (part.mask_offset + bits > 8 * _length(part.mask)) & (bits > 0)
     if over.any():
         q = int(np.argmax(over))
-        raise ArgumentError(f"{at}mask", f"must hold {part.mask_offset[q] + bits[q]} bits for query {q}", 8 * _length(part.mask))
+        raise ArgumentError(
+            f"{at}mask",
+            f"must hold {part.mask_offset[q] + bits[q]} bits for query {q}",
+            8 * _length(part.mask),
+        )
 
 
 def _length(array: Any) -> int:
@@ -215,4 +237,6 @@ def _check_one(index: Index, rows: list[int], head: int) -> None:
     listed = np.sort(listed[listed >= 0])
     if (listed[1:] == listed[:-1]).any():
         twice = int(listed[1:][listed[1:] == listed[:-1]][0])
-        raise ArgumentError("indices", "must not list a slot twice for a query", f"slot {twice} in block rows {rows}")
+        raise ArgumentError(
+            "indices", "must not list a slot twice for a query", f"slot {twice} in block rows {rows}"
+        )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from attnrt import checks
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.access import need_host_indices, ranges
 from attnrt.formats.arrays import frozen, indptr_of
@@ -60,10 +61,9 @@ def share(index: BlockSparse, min_tokens: int = 64, *, max_parts: int | None = N
             "one list per head" if index.heads > 1 else "affine",
         )
     need_host_indices(index, "share()")
-    if isinstance(min_tokens, bool) or not hasattr(min_tokens, "__index__") or min_tokens < 1:
-        raise ArgumentError("min_tokens", "must be an integer of at least 1", repr(min_tokens))
-    if max_parts is not None and max_parts < 1:
-        raise ArgumentError("max_parts", "must be at least 1", max_parts)
+    min_tokens = checks.integer(min_tokens, "min_tokens", low=1)
+    if max_parts is not None:
+        max_parts = checks.integer(max_parts, "max_parts", low=1)
     C = index.block_size[1]
     order, depths = _neighbours(index)
     if len(order) < 2 or max(depths, default=0) * C < min_tokens:

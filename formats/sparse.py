@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from attnrt import checks
 from attnrt.errors import ArgumentError
 from attnrt.formats.arrays import (
     bound_array,
@@ -74,8 +75,8 @@ def bsr(
     R, C = _block_size(block_size)
     starts = host_ints("indptr", indptr)
     counts, _ = lens_of("indptr", starts)
-    rows, cols = len(counts), _count("num_cols", num_cols)
-    queries = rows * R if num_rows is None else _count("num_rows", num_rows)
+    rows, cols = len(counts), checks.integer(num_cols, "num_cols", low=0)
+    queries = rows * R if num_rows is None else checks.integer(num_rows, "num_rows", low=0)
     if -(-queries // R) != rows:
         raise ArgumentError("num_rows", f"must fill {rows} block rows of {R} queries", queries)
     columns = host_ints("indices", indices, length=starts.item(-1), of="indptr[-1]")
@@ -286,12 +287,6 @@ def _block_size(value: Any) -> tuple[int, int]:
     if len(pair) != 2:
         raise ArgumentError("block_size", "must be an integer or a pair (R, C)", repr(value))
     return page_size_of(pair[0], "block_size"), page_size_of(pair[1], "block_size")
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 0:
-        raise ArgumentError(name, "must be an integer of at least 0", repr(value))
-    return int(value)
 
 
 def _sorted_rows(

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt import checks
+from attnrt.errors import UnsupportedError
 from attnrt.formats.access import need_host_indices, ranges
 from attnrt.formats.arrays import frozen, indptr_of, iota, zeros
 from attnrt.formats.base import BlockSparse, Index
@@ -42,11 +43,9 @@ def streaming(index: BlockSparse, sinks: int, recent: int, positions: str = "log
     Composite
         Two parts, sinks and windows; one block row per query.
     """
-    for name, value, low in (("sinks", sinks, 0), ("recent", recent, 1)):
-        if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < low:
-            raise ArgumentError(name, f"must be an integer of at least {low}", repr(value))
-    if positions not in ("logical", "cache"):
-        raise ArgumentError("positions", "must be 'logical' or 'cache'", repr(positions))
+    sinks = checks.integer(sinks, "sinks", low=0)
+    recent = checks.integer(recent, "recent", low=1)
+    checks.one_of(positions, "positions", ("logical", "cache"))
     if (
         not isinstance(index, BlockSparse)
         or index.heads != 1
@@ -60,7 +59,6 @@ def streaming(index: BlockSparse, sinks: int, recent: int, positions: str = "log
     if index.requests.bound_kv_lens is not None:
         raise UnsupportedError("kv_lens", "must be host lengths for streaming()", "bound lengths")
     need_host_indices(index, "streaming()")
-    sinks, recent = int(sinks), int(recent)
     row = index.request.astype(np.int64)  # block row of each query = its request
     end = (
         index.kv_end[row] - index.qo_indptr[1:][row] + np.arange(index.num_qo) + 1

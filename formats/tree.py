@@ -15,7 +15,7 @@ import numpy as np
 
 from attnrt.errors import ArgumentError, DtypeError, UnsupportedError
 from attnrt.formats.access import need_host_indices, tokens
-from attnrt.formats.arrays import bound_array, frozen, host_ints, indptr_of, is_device, iota, zeros
+from attnrt.formats.arrays import bound_array, frozen, host_ints, indptr_of, iota, is_device, zeros
 from attnrt.formats.base import BlockSparse, Index
 from attnrt.formats.composite import composite
 
