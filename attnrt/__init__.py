@@ -36,7 +36,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: PLE0604 - the names are strings, from the table above
     "__version__",
     *sorted(_HOME_OF),
-    *("backends", "errors", "formats", "scheduler", "testing", "variants"),
+    *("backends", "errors", "formats", "scheduler", "variants"),
 ]
 
 

@@ -209,7 +209,10 @@ def _to_int32(array: np.ndarray, label: str) -> np.ndarray:
             label, "must be int32", array.dtype, "Convert it; only integer types are taken as they are"
         )
     if array.size and (array.dtype.itemsize > 4 or array.dtype == np.uint32):
-        least, most = int(array.min()), int(array.max())
+        if array.dtype == np.int64 and array.flags.c_contiguous:
+            least, most, _ = native.scan(array)
+        else:
+            least, most = int(array.min()), int(array.max())
         if least < -_INT32_MAX - 1 or most > _INT32_MAX:
             raise ArgumentError(label, "must hold values that fit in int32", f"values from {least} to {most}")
     return np.ascontiguousarray(array, np.int32)

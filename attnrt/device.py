@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where memory lies: a frozen (kind, index), read from anybody's way of saying it, and what a device can do."""
+"""Where memory lies: a frozen (kind, index), read from anybody's way of saying it; and the handles of streams."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
-from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt.errors import ArgumentError
 
 __all__ = [
     "CPU",
     "Device",
-    "DeviceMemory",
     "as_device",
-    "device_memory",
     "from_dlpack_device",
-    "register_memory",
     "stream_handle",
 ]
 
@@ -126,50 +122,6 @@ def from_dlpack_device(pair: tuple[Any, ...], label: str = "device") -> Device:
         f"DLPack device {tuple(pair)}",
         "Copy the array to one of them",
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
-    """What a backend tells the base layer about the memory of its kind of device.
-
-    Attributes
-    ----------
-    allocate : callable (nbytes, index) -> (address, owner)
-        New memory, at least 256-byte aligned; it lives as long as ``owner``.
-    order : callable (index, stream) -> None
-        Make the consumer's ``stream`` (a handle; 1 legacy, 2 per thread) wait for all work that attnrt has
-        enqueued on device ``index``.
-    """
-
-    allocate: Callable[[int, int], tuple[int, object]]
-    order: Callable[[int, int], None]
-
-
-_memory: dict[str, DeviceMemory] = {}
-
-
-def register_memory(kind: str, memory: DeviceMemory) -> None:
-    """Tell how to allocate on a kind of device; a backend calls this when it is loaded. The last one counts."""
-    _memory[kind] = memory
-
-
-def device_memory(device: Device) -> DeviceMemory:
-    """The registered memory of a device's kind.
-
-    Raises
-    ------
-    UnsupportedError
-        No backend has registered memory of that kind.
-    """
-    found = _memory.get(device.kind)
-    if found is None:
-        raise UnsupportedError(
-            "device",
-            "must have memory that a loaded backend can allocate",
-            device,
-            "Load a CUDA backend first",
-        )
-    return found
 
 
 def stream_handle(stream: object, label: str = "stream") -> int:

@@ -61,6 +61,11 @@ class DeviceOps(Protocol):
         """Make later work of stream wait for the event."""
         ...
 
+    def order(self, stream: int) -> None:
+        """Make later work of a consumer's ``stream`` (1 legacy default, 2 per thread, else a handle) wait for all work
+        that attnrt has enqueued on the device; called when memory of ours is exported through DLPack."""
+        ...
+
     def capturing(self, stream: int) -> bool:
         """Whether the stream is being captured into a graph."""
         ...
@@ -101,6 +106,9 @@ class HostOps:
         pass
 
     def wait_stream(self, stream: int, event: Any) -> None:
+        pass
+
+    def order(self, stream: int) -> None:
         pass
 
     def capturing(self, stream: int) -> bool:

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from attnrt import _tensor_native as native
-from attnrt.device import CPU, Device, as_device, device_memory, from_dlpack_device
+from attnrt.device import CPU, Device, as_device, from_dlpack_device
 from attnrt.dtypes import DTYPES, Dtype, as_dtype
 from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt.memory import ops_of
 from attnrt.reading import coerce, compact_strides, read_slow
 
 __all__ = [
@@ -251,7 +252,7 @@ def _order_consumer(device: Device, stream: object) -> None:
             "0 is ambiguous in DLPack",
         )
     if handle != -1:
-        device_memory(device).order(device.index, handle)
+        ops_of(device).order(handle)
 
 
 # ------------------------------------------------------------------------------------------------- reading
@@ -369,7 +370,7 @@ def empty(shape: int | tuple[int, ...], dtype: object = "float32", device: objec
     if place.kind == "cpu":
         ptr, owner = native.allocate(nbytes, _ALIGNMENT)
     else:
-        ptr, owner = device_memory(place).allocate(nbytes, place.index)
+        ptr, owner = ops_of(place).allocate(nbytes)
     return native.make(ptr, shape, compact_strides(shape), kind, place, owner, "attnrt", False, False)
 
 

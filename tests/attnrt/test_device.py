@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from attnrt.device import CPU, Device, as_device, device_memory, stream_handle
-from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt.device import CPU, Device, as_device, stream_handle
+from attnrt.errors import ArgumentError
 
 
 class _Jax:
@@ -42,11 +42,6 @@ def test_torch_device():
 def test_unknown_devices_raise(bad):
     with pytest.raises(ArgumentError, match="where must be"):
         as_device(bad, "where")
-
-
-def test_memory_of_a_kind_that_nobody_registered():
-    with pytest.raises(UnsupportedError, match="CUDA backend"):
-        device_memory(Device(kind="metal", index=0))
 
 
 def test_stream_handles():

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 import attnrt as at
-from attnrt import device as device_module
-from attnrt import dtypes
-from attnrt.device import DeviceMemory, register_memory
+from attnrt import dtypes, memory
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.tensor import TensorView, current_stream, empty_like_caller, make_view, to_caller
 
@@ -128,16 +126,25 @@ def test_c87_stream_on_the_cpu():
 
 
 @pytest.fixture
-def cuda_memory(monkeypatch):
+def no_cuda(monkeypatch):
+    """No backend has told how to reach CUDA devices."""
+    monkeypatch.setattr(memory, "_factories", {k: v for k, v in memory._factories.items() if k == "cpu"})
+    monkeypatch.setattr(memory, "_ops", {})
+
+
+@pytest.fixture
+def cuda_memory(no_cuda):
     """A stand-in for a CUDA backend: host memory that says it is a device's, and a list of what was ordered."""
     ordered = []
-    monkeypatch.setattr(device_module, "_memory", {})
 
-    def allocate(nbytes, index):
-        array = np.zeros(nbytes, np.uint8)
-        return array.ctypes.data, array
+    class Ops(memory.HostOps):
+        def __init__(self, index):
+            self.index = index
 
-    register_memory("cuda", DeviceMemory(allocate=allocate, order=lambda *args: ordered.append(args)))
+        def order(self, stream):
+            ordered.append((self.index, stream))
+
+    memory.register_ops("cuda", Ops)
     return ordered
 
 
@@ -152,9 +159,8 @@ def test_c87_stream_on_cuda(cuda_memory):
             x.__dlpack__(stream=stream)
 
 
-def test_cuda_memory_needs_a_backend(monkeypatch):
-    monkeypatch.setattr(device_module, "_memory", {})
-    with pytest.raises(UnsupportedError, match="CUDA backend"):
+def test_cuda_memory_needs_a_backend(no_cuda):
+    with pytest.raises(UnsupportedError, match="a backend can reach; got cuda:0"):
         at.empty(3, device="cuda")
 
 
