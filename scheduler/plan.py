@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.scheduler.align import align
-from attnrt.scheduler.assign import find
+from attnrt.scheduler.assign import LPT, OneCtaPerRequest, RoundRobin, find
 from attnrt.scheduler.base import Plan, Traits
+from attnrt.scheduler.plan_native import can_plan, plan_native
 from attnrt.scheduler.plan_python import plan_python
-from attnrt.scheduler.problem import Problem
+from attnrt.scheduler.problem import Problem, classes_of
 
 if TYPE_CHECKING:
     from attnrt.formats.base import Index
@@ -22,6 +21,10 @@ __all__ = ["TREES", "make_plan"]
 
 TREES = ("sequential", "pairwise")
 DETERMINISM = ("batch", "token", "run")
+
+_NATIVE = (LPT, RoundRobin, OneCtaPerRequest)
+_NO_LIMITS = (None,)
+_reaches: dict[int, tuple[Any, tuple[int | None, int | None] | None]] = {}
 
 
 def make_plan(
@@ -65,38 +68,37 @@ def make_plan(
     """
     if tree not in TREES:
         raise ArgumentError("tree", f"must be one of {TREES}", repr(tree))
-    _check_level(deterministic, traits)
-    num_rows = _rows(index, pad_to)
+    if deterministic != "batch":
+        _check_level(deterministic, traits)
+    num_rows = index.num_qo if pad_to is None else _rows(index, pad_to)
     slots = traits.max_partial_slots
     if max_partial_slots is not None:
         slots = min(slots, _count("max_partial_slots", max_partial_slots))
-    requests = index.requests
-    rows = requests.qo_lens.astype(np.int64) * spec.group
-    req_class = np.full(len(rows), len(traits.classes) - 1, np.int32)
-    for i in range(len(traits.classes) - 2, -1, -1):
-        req_class[rows <= traits.classes[i].max_rows] = i
-    parts, limits = index.parts, (None,)
+    chosen = find(scheduler)
+    parts, limits = index.parts, _NO_LIMITS
     if len(parts) > 1:
-        aligned = align(parts, req_class, traits, spec.num_kv_heads)
+        aligned = align(parts, classes_of(index.requests, traits, spec.group), traits, spec.num_kv_heads)
         parts, limits = aligned.parts, aligned.limits
     problem = Problem(
         parts=parts,
         limits=limits,
-        req_class=req_class,
         composed=spec.composed,
         traits=traits,
-        scheduler=find(scheduler),
+        scheduler=chosen,
         tree=tree,
         num_kv_heads=spec.num_kv_heads,
         group=spec.group,
         num_rows=num_rows,
         max_slots=slots,
     )
-    work, merge, num_slots = plan_python(problem)
+    if chosen.__class__ in _NATIVE and can_plan(traits):
+        work, merge, num_slots = plan_native(problem, _reach(spec))
+    else:
+        work, merge, num_slots = plan_python(problem)
     return Plan(
         spec=spec,
         index=index,
-        parts=problem.parts,
+        parts=parts,
         traits=traits,
         work=work,
         merge=merge,
@@ -105,6 +107,22 @@ def make_plan(
         tree=tree,
         deterministic=deterministic,
     )
+
+
+def _reach(spec: AttentionSpec) -> tuple[int | None, int | None] | None:
+    """How far behind and ahead of itself a query sees; None: the variant has no such answer and is asked query by query."""
+    kept = _reaches.get(id(spec))
+    if kept is not None:
+        return kept[1]
+    ask = getattr(spec.composed, "reach", None)
+    if ask is not None:
+        reach = ask()
+    else:
+        reach = None if hasattr(spec.composed, "visible_range") else (None, None)
+    if len(_reaches) > 256:
+        _reaches.clear()
+    _reaches[id(spec)] = (spec, reach)  # the reference keeps the id from being used again
+    return reach
 
 
 def _check_level(deterministic: str, traits: Traits) -> None:

@@ -97,10 +97,11 @@ def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
 
 def _tiles(problem: Problem) -> list[Tile]:
     tiles: list[Tile] = []
+    req_class = problem.req_class
     for p, part in enumerate(problem.parts):
         for row in range(part.num_rows):
             begin, end = int(part.qo_indptr[row]), int(part.qo_indptr[row + 1])
-            for q_begin, q_end, klass in _groups(problem, p, begin, end):
+            for q_begin, q_end, klass in _groups(problem, req_class, p, begin, end):
                 step = max(1, problem.traits.classes[klass].q_tile // problem.group)
                 for q in range(q_begin, q_end, step):
                     for head in range(part.heads):
@@ -120,13 +121,15 @@ def _tiles(problem: Problem) -> list[Tile]:
     return tiles
 
 
-def _groups(problem: Problem, p: int, begin: int, end: int) -> list[tuple[int, int, int]]:
+def _groups(
+    problem: Problem, req_class: np.ndarray, p: int, begin: int, end: int
+) -> list[tuple[int, int, int]]:
     """Runs of neighbouring queries with one class and one limit: only these may meet in a tile."""
     part, limits = problem.parts[p], problem.limits[p]
     keys = []
     for q in range(begin, end):
         cut = (*limits[0][q].tolist(), *limits[1][q].tolist()) if limits else ()
-        keys.append((int(problem.req_class[part.request[q]]), *cut))
+        keys.append((int(req_class[part.request[q]]), *cut))
     groups: list[tuple[int, int, int]] = []
     for i, key in enumerate(keys):
         if i and key == keys[i - 1]:

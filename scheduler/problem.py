@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from attnrt.formats.base import BlockSparse
+from attnrt.formats.base import BlockSparse, Requests
 from attnrt.scheduler.base import Traits
 
-__all__ = ["FAR", "Problem", "visible_range"]
+__all__ = ["FAR", "Problem", "classes_of", "visible_range"]
 
 #: Past every position: the end of an unbounded range. Sums of two still fit in 64 bits.
 FAR = 1 << 40
@@ -27,8 +27,6 @@ class Problem:
         Cuts between parts lie on leaf boundaries (scheduler/align.py).
     limits : tuple of (int64 [queries, heads], the same) or None
         Per part: offsets ``[lo, hi)`` in the request to which each query's keys in this part are cut; None: uncut.
-    req_class : int32 [num_requests]
-        Numeric class of each request.
     composed : variants.Composed
         Asked for visible key ranges.
     traits, scheduler, tree
@@ -40,7 +38,6 @@ class Problem:
 
     parts: tuple[BlockSparse, ...]
     limits: tuple[Any, ...]
-    req_class: np.ndarray
     composed: Any
     traits: Traits
     scheduler: Any
@@ -51,9 +48,24 @@ class Problem:
     max_slots: int
 
     @property
+    def req_class(self) -> np.ndarray:
+        """Numeric class of each request, int32 [num_requests]."""
+        return classes_of(self.parts[0].requests, self.traits, self.group)
+
+    @property
     def units(self) -> int:
         """Head ranges that rows are kept apart by: 1, or num_kv_heads if any part has a list per head."""
         return self.num_kv_heads if any(part.heads > 1 for part in self.parts) else 1
+
+
+def classes_of(requests: Requests, traits: Traits, group: int) -> np.ndarray:
+    """Numeric class of each request, by its own ``qo_len * group`` alone; int32 [num_requests]."""
+    rows = requests.qo_lens.astype(np.int64) * group
+    chosen = np.full(len(rows), len(traits.classes) - 1, np.int32)
+    for i in range(len(traits.classes) - 2, -1, -1):
+        most = traits.classes[i].max_rows
+        chosen[slice(None) if most is None else rows <= most] = i
+    return chosen
 
 
 def visible_range(composed: Any, pos_min: np.ndarray, pos_max: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,593 @@
+// SPDX-License-Identifier: Apache-2.0
+// The planner's hot loop. Same steps, same names and same answers, byte for byte, as scheduler/plan_python.py, which says why.
+//
+// Costs are added in the same order as there and without fused multiply-adds (-ffp-contract=off), so that two loads that are
+// equal in Python are equal here. Nothing has a fixed capacity but the numbers of parts, classes and spans, which the caller
+// checks; scratch belongs to the thread and grows.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+extern "C" {
+#include "planner_abi.h"
+}
+
+namespace {
+
+constexpr int32_t kDirect = -1;
+constexpr double kGoodBalance = 1.05;
+constexpr int64_t kManyItems = 4;
+constexpr int64_t kFar = int64_t(1) << 40;
+constexpr int kWorkFields = 14;
+constexpr int kMergeFields = 5;
+
+struct Run {
+    int32_t kv_begin, kv_end, leaf_begin, leaf_end, slot, fold;
+};
+
+struct Tile {
+    int32_t part, row, q_begin, q_end, head_begin, head_end, klass;
+    int32_t kv_begin, kv_end, leaf_begin, leaf_end;
+    bool first, whole;
+
+    int64_t queries() const { return q_end - q_begin; }
+    int64_t keys() const { return int64_t(kv_end) - kv_begin; }
+    int32_t heads() const { return head_end - head_begin; }
+};
+
+struct Item {
+    int32_t tile, run, head;
+};
+
+struct State {
+    int32_t leaf, slot;
+};
+
+class Ruler {
+  public:
+    explicit Ruler(const attnrt_class &klass) : k(klass) {
+        for (int i = 0; i < k.num_spans; ++i) {
+            shift[i] = -1;
+            if ((k.span_size[i] & (k.span_size[i] - 1)) == 0) shift[i] = __builtin_ctzll(uint64_t(k.span_size[i]));
+        }
+    }
+
+    int32_t leaf_of(int64_t offset) const {
+        int i = k.num_spans - 1;
+        while (i > 0 && offset < k.span_start[i]) --i;
+        const int64_t in = offset - k.span_start[i];
+        return int32_t(k.span_leaf[i] + (shift[i] >= 0 ? in >> shift[i] : in / k.span_size[i]));
+    }
+
+    int64_t start(int64_t leaf) const {
+        int i = k.num_spans - 1;
+        while (i > 0 && leaf < k.span_leaf[i]) --i;
+        return k.span_start[i] + (leaf - k.span_leaf[i]) * k.span_size[i];
+    }
+
+  private:
+    const attnrt_class &k;
+    int shift[8];
+};
+
+// One way to cut and what came of it.
+struct Candidate {
+    std::vector<Run> runs;
+    std::vector<int32_t> run_begin;  // [tiles + 1]
+    std::vector<Item> items;
+    std::vector<double> costs;
+    std::vector<int32_t> order;
+    std::vector<int32_t> worker_indptr;
+    int32_t heads = 1;  // KV heads of an item
+    int64_t slots = 0;
+    int64_t cuts = 0;
+    double makespan = 0.0, mean = 0.0;
+};
+
+class Planner {
+  public:
+    int plan(const attnrt_problem &problem, attnrt_counts &counts);
+    void take(int32_t *out) const;
+
+  private:
+    void find_tiles();
+    void tiles_of(int part, int row, int q_begin, int q_end, int klass);
+    void find_keys(Tile &tile) const;
+    void mark_rows();
+    bool best_candidate(int64_t &needed);
+    void candidate(Candidate &c, int32_t heads, double limit, int64_t base_slots);
+    void cut(Candidate &c, int32_t heads, double limit, int64_t base_slots);
+    void cut_tile(const Tile &tile, int64_t longest);
+    void place(Candidate &c, const Tile &tile, int32_t slot);
+    void assign_lpt(Candidate &c);
+    void assign_to(Candidate &c, bool by_request);
+    void sort_by_cost(const Candidate &c);
+    void merges();
+    void list_row(int64_t row, int32_t unit);
+    template <class F>
+    void each_cell(const Tile &tile, F &&f) const;
+
+    bool is_direct(const Tile &tile, const std::vector<Run> &runs) const {
+        return tile.whole && runs.size() == 1 && !(pr->pairwise && tile.leaf_end - tile.leaf_begin > 1);
+    }
+    int64_t slots_of(const Tile &tile, const std::vector<Run> &runs) const {
+        if (is_direct(tile, runs)) return 0;
+        int64_t states = tile.leaf_end - tile.leaf_begin;
+        if (tile.first && !pr->pairwise) states -= runs[0].leaf_end - runs[0].leaf_begin - 1;
+        return states * tile.queries();
+    }
+    static Run whole_run(const Tile &tile) {
+        return {tile.kv_begin, tile.kv_end, tile.leaf_begin, tile.leaf_end, kDirect, 0};
+    }
+
+    const attnrt_problem *pr = nullptr;
+    const attnrt_traits *tr = nullptr;
+    int32_t units = 1;
+    std::vector<Ruler> rulers;
+    std::vector<int32_t> req_class;
+    std::vector<Tile> tiles;
+    std::vector<Run> runs, one;
+    Candidate pool[2];
+    Candidate *best = nullptr;
+    std::vector<int32_t> count, first;
+    std::vector<uint64_t> keys, keys2;
+    std::vector<int32_t> ids, ids2, worker_of;
+    std::vector<double> loads;
+    std::vector<int32_t> heap;
+    std::vector<uint8_t> done;
+    std::vector<int64_t> state_end;
+    std::vector<State> states;
+    std::vector<int32_t> merge_rows, merge_slots, merge_leaves;
+};
+
+int Planner::plan(const attnrt_problem &problem, attnrt_counts &counts) {
+    pr = &problem;
+    tr = problem.traits;
+    units = 1;
+    for (int p = 0; p < pr->num_parts; ++p)
+        if (pr->part[p].heads > 1) units = pr->num_kv_heads;
+    rulers.clear();
+    for (int i = 0; i < tr->num_classes; ++i) rulers.emplace_back(tr->classes[i]);
+    req_class.resize(size_t(pr->num_requests));
+    for (int i = 0; i < pr->num_requests; ++i) {
+        const int64_t rows = int64_t(pr->qo_lens[i]) * pr->group;
+        int k = 0;
+        while (k + 1 < tr->num_classes && tr->classes[k].max_rows >= 0 && rows > tr->classes[k].max_rows) ++k;
+        req_class[size_t(i)] = k;
+    }
+    find_tiles();
+    if (pr->num_parts > 1) {
+        mark_rows();
+        tiles.erase(std::remove_if(tiles.begin(), tiles.end(), [](const Tile &t) { return t.keys() == 0; }), tiles.end());
+    }
+    int64_t needed = 0;
+    if (!best_candidate(needed)) {
+        counts = {0, 0, 0, needed};
+        return 1;
+    }
+    merges();
+    counts = {int64_t(best->items.size()), int64_t(merge_rows.size()) / kMergeFields, int64_t(merge_slots.size()), best->slots};
+    return 0;
+}
+
+// 1. Query tiles of one class and limit, and the keys that each may see.
+
+void Planner::find_tiles() {
+    tiles.clear();
+    for (int p = 0; p < pr->num_parts; ++p) {
+        const attnrt_part &part = pr->part[p];
+        const size_t width = size_t(part.heads) * sizeof(int64_t);
+        for (int row = 0; row < part.num_rows; ++row) {
+            const int end = part.qo_indptr[row + 1];
+            int begin = part.qo_indptr[row];
+            while (begin < end) {
+                const int klass = req_class[size_t(part.request[begin])];
+                int q = begin + 1;
+                for (; q < end; ++q) {
+                    if (part.request[q] != part.request[q - 1] && req_class[size_t(part.request[q])] != klass) break;
+                    if (part.limit_lo) {
+                        const int64_t a = int64_t(q) * part.heads, b = int64_t(begin) * part.heads;
+                        if (std::memcmp(part.limit_lo + a, part.limit_lo + b, width) != 0) break;
+                        if (std::memcmp(part.limit_hi + a, part.limit_hi + b, width) != 0) break;
+                    }
+                }
+                tiles_of(p, row, begin, q, klass);
+                begin = q;
+            }
+        }
+    }
+}
+
+void Planner::tiles_of(int p, int row, int q_begin, int q_end, int klass) {
+    const attnrt_part &part = pr->part[p];
+    const int step = std::max(1, tr->classes[klass].q_tile / pr->group);
+    for (int q = q_begin; q < q_end; q += step) {
+        for (int head = 0; head < part.heads; ++head) {
+            Tile t{};
+            t.part = p, t.row = row, t.q_begin = q, t.q_end = std::min(q + step, q_end), t.klass = klass;
+            t.head_begin = part.heads > 1 ? head : 0;
+            t.head_end = part.heads > 1 ? head + 1 : pr->num_kv_heads;
+            t.first = t.whole = true;
+            find_keys(t);
+            tiles.push_back(t);
+        }
+    }
+}
+
+void Planner::find_keys(Tile &t) const {
+    const attnrt_part &part = pr->part[t.part];
+    const int head = part.heads > 1 ? t.head_begin : 0;
+    const int64_t entry = int64_t(t.row) * part.heads + head, offset = part.kv_offset[t.row];
+    int64_t lo = offset + part.kv_begin[entry], hi = offset + part.kv_end[entry];
+    if (part.limit_lo) {
+        const int64_t at = int64_t(t.q_begin) * part.heads + head;
+        lo = std::max(lo, part.limit_lo[at]);
+        hi = std::min(hi, part.limit_hi[at]);
+    }
+    if (part.kv_pos) {
+        int64_t first = kFar, end = -kFar;
+        for (int q = t.q_begin; q < t.q_end; ++q) {
+            if (part.visible_lo) {
+                first = std::min(first, part.visible_lo[q]);
+                end = std::max(end, part.visible_hi[q]);
+            } else {
+                const int64_t pos = part.qo_pos[q];
+                first = std::min(first, (pr->bound_kv_lens ? pos - pr->kv_lens[part.request[q]] : pos) - pr->left);
+                end = std::max(end, pos + pr->right + 1);
+            }
+        }
+        const int64_t shift = offset - part.kv_pos[t.row];
+        lo = std::max(lo, first + shift);
+        hi = std::min(hi, end + shift);
+    }
+    if (lo >= hi) return;
+    const Ruler &ruler = rulers[size_t(t.klass)];
+    t.kv_begin = int32_t(lo), t.kv_end = int32_t(hi);
+    t.leaf_begin = ruler.leaf_of(lo), t.leaf_end = ruler.leaf_of(hi - 1) + 1;
+}
+
+// 2. Which tiles hold the first leaf, or all leaves, of their rows.
+
+template <class F>
+void Planner::each_cell(const Tile &t, F &&f) const {
+    const int32_t *qo_index = pr->part[t.part].qo_index;
+    const int32_t u0 = units == 1 ? 0 : t.head_begin, u1 = units == 1 ? 1 : t.head_end;
+    for (int q = t.q_begin; q < t.q_end; ++q) {
+        const int64_t row = qo_index ? qo_index[q] : q;
+        for (int32_t u = u0; u < u1; ++u) f(row * units + u, q - t.q_begin);
+    }
+}
+
+void Planner::mark_rows() {
+    const size_t cells = size_t(pr->num_rows) * size_t(units);
+    count.assign(cells, 0);
+    first.assign(cells, std::numeric_limits<int32_t>::max());
+    for (const Tile &t : tiles) {
+        if (t.keys() == 0) continue;
+        each_cell(t, [&](int64_t cell, int) {
+            count[size_t(cell)] += 1;
+            first[size_t(cell)] = std::min(first[size_t(cell)], t.leaf_begin);
+        });
+    }
+    for (Tile &t : tiles) {
+        if (t.keys() == 0) continue;
+        each_cell(t, [&](int64_t cell, int) {
+            t.first = t.first && first[size_t(cell)] == t.leaf_begin;
+            t.whole = t.whole && count[size_t(cell)] == 1;
+        });
+    }
+}
+
+// 3. Cut runs between leaves.
+
+void Planner::cut_tile(const Tile &t, int64_t longest) {
+    const Ruler &ruler = rulers[size_t(t.klass)];
+    runs.clear();
+    int64_t begin = t.kv_begin;
+    int32_t leaf = t.leaf_begin;
+    while (t.kv_end - begin > longest + longest / 8) {
+        const int32_t next = ruler.leaf_of(begin + longest - 1) + 1;
+        const int64_t end = ruler.start(next);
+        if (end >= t.kv_end) break;
+        runs.push_back({int32_t(begin), int32_t(end), leaf, next, kDirect, 0});
+        begin = end, leaf = next;
+    }
+    runs.push_back({int32_t(begin), t.kv_end, leaf, t.leaf_end, kDirect, 0});
+}
+
+void Planner::place(Candidate &c, const Tile &t, int32_t slot) {
+    if (is_direct(t, runs)) {
+        Run run = runs[0];
+        run.slot = kDirect, run.fold = 1;
+        c.runs.push_back(run);
+        return;
+    }
+    for (size_t i = 0; i < runs.size(); ++i) {
+        Run run = runs[i];
+        run.fold = i == 0 && t.first && !pr->pairwise;
+        run.slot = slot;
+        c.runs.push_back(run);
+        slot += int32_t((run.fold ? 1 : run.leaf_end - run.leaf_begin) * t.queries());
+    }
+}
+
+void Planner::cut(Candidate &c, int32_t heads, double limit, int64_t base_slots) {
+    c.runs.clear();
+    c.run_begin.clear();
+    c.cuts = 0;
+    int64_t used = base_slots, next = 0;
+    for (const Tile &t : tiles) {
+        c.run_begin.push_back(int32_t(c.runs.size()));
+        one.assign(1, whole_run(t));
+        int64_t mine = slots_of(t, one);
+        runs = one;
+        if (limit < std::numeric_limits<double>::infinity()) {
+            const int64_t longest = std::max<int64_t>(1, int64_t(std::ceil(limit / std::min(heads, t.heads()))));
+            if (t.keys() > longest + longest / 8) {
+                cut_tile(t, longest);
+                const int64_t more = slots_of(t, runs);
+                if (runs.size() > 1 && used + more - mine <= pr->max_slots) {
+                    used += more - mine;
+                    mine = more;
+                    c.cuts += 1;
+                } else {
+                    runs = one;
+                }
+            }
+        }
+        place(c, t, int32_t(next));
+        next += mine;
+    }
+    c.run_begin.push_back(int32_t(c.runs.size()));
+    c.slots = used;
+}
+
+// 4. Cost and assign.
+
+void Planner::candidate(Candidate &c, int32_t heads, double limit, int64_t base_slots) {
+    cut(c, heads, limit, base_slots);
+    c.heads = heads;
+    c.items.clear();
+    c.costs.clear();
+    double total = 0.0;
+    for (size_t i = 0; i < tiles.size(); ++i) {
+        const Tile &t = tiles[i];
+        const int32_t step = std::min(heads, t.heads());
+        const double rows = double(t.queries() * pr->group);
+        for (int32_t head = t.head_begin; head < t.head_end; head += step) {
+            for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
+                const Run &run = c.runs[size_t(r)];
+                const double size = double(int64_t(run.kv_end) - run.kv_begin);
+                const double cost = step * (tr->fixed + tr->alpha * rows + tr->beta * size + tr->beta_rows * rows * size);
+                c.items.push_back({int32_t(i), r, head});
+                c.costs.push_back(cost);
+                total += cost;
+            }
+        }
+    }
+    c.mean = total / tr->num_workers;
+    if (pr->mode == 0)
+        assign_lpt(c);
+    else
+        assign_to(c, pr->mode == 2);
+}
+
+// Longest first, equal costs by item id: a stable radix sort of the complemented bits (costs are finite and not negative).
+void Planner::sort_by_cost(const Candidate &c) {
+    const size_t n = c.costs.size();
+    keys.resize(n), keys2.resize(n), ids.resize(n), ids2.resize(n);
+    uint64_t varies = 0, head = 0;
+    for (size_t i = 0; i < n; ++i) {
+        uint64_t bits;
+        std::memcpy(&bits, &c.costs[i], sizeof bits);
+        keys[i] = ~bits;
+        ids[i] = int32_t(i);
+        if (i == 0) head = keys[0];
+        varies |= keys[i] ^ head;
+    }
+    for (int shift = 0; shift < 64; shift += 8) {
+        if (((varies >> shift) & 255) == 0) continue;
+        uint32_t at[257] = {};
+        for (size_t i = 0; i < n; ++i) at[((keys[i] >> shift) & 255) + 1] += 1;
+        for (int d = 0; d < 256; ++d) at[d + 1] += at[d];
+        for (size_t i = 0; i < n; ++i) {
+            const uint32_t to = at[(keys[i] >> shift) & 255]++;
+            keys2[to] = keys[i];
+            ids2[to] = ids[i];
+        }
+        keys.swap(keys2);
+        ids.swap(ids2);
+    }
+}
+
+void Planner::assign_lpt(Candidate &c) {
+    const int32_t workers = tr->num_workers;
+    const size_t n = c.costs.size();
+    sort_by_cost(c);
+    loads.assign(size_t(workers), 0.0);
+    heap.resize(size_t(workers));
+    for (int32_t w = 0; w < workers; ++w) heap[size_t(w)] = w;
+    worker_of.resize(n);
+    c.worker_indptr.assign(size_t(workers) + 1, 0);
+    const auto before = [this](int32_t a, int32_t b) {
+        return loads[size_t(a)] < loads[size_t(b)] || (loads[size_t(a)] == loads[size_t(b)] && a < b);
+    };
+    for (size_t i = 0; i < n; ++i) {
+        const int32_t worker = heap[0];
+        worker_of[i] = worker;
+        c.worker_indptr[size_t(worker) + 1] += 1;
+        loads[size_t(worker)] += c.costs[size_t(ids[i])];
+        int32_t at = 0;
+        for (int32_t child; (child = 2 * at + 1) < workers; at = child) {
+            if (child + 1 < workers && before(heap[size_t(child) + 1], heap[size_t(child)])) ++child;
+            if (!before(heap[size_t(child)], worker)) break;
+            heap[size_t(at)] = heap[size_t(child)];
+        }
+        heap[size_t(at)] = worker;
+    }
+    c.makespan = 0.0;
+    for (double load : loads) c.makespan = std::max(c.makespan, load);
+    for (int32_t w = 0; w < workers; ++w) c.worker_indptr[size_t(w) + 1] += c.worker_indptr[size_t(w)];
+    heap.assign(c.worker_indptr.begin(), c.worker_indptr.end() - 1);
+    c.order.resize(n);
+    for (size_t i = 0; i < n; ++i) c.order[size_t(heap[size_t(worker_of[i])]++)] = ids[i];
+}
+
+void Planner::assign_to(Candidate &c, bool by_request) {
+    const int32_t workers = tr->num_workers;
+    const size_t n = c.costs.size();
+    worker_of.resize(n);
+    c.worker_indptr.assign(size_t(workers) + 1, 0);
+    for (size_t i = 0; i < n; ++i) {
+        const Tile &t = tiles[size_t(c.items[i].tile)];
+        worker_of[i] = int32_t((by_request ? int64_t(pr->part[t.part].request[t.q_begin]) : int64_t(i)) % workers);
+        c.worker_indptr[size_t(worker_of[i]) + 1] += 1;
+    }
+    for (int32_t w = 0; w < workers; ++w) c.worker_indptr[size_t(w) + 1] += c.worker_indptr[size_t(w)];
+    heap.assign(c.worker_indptr.begin(), c.worker_indptr.end() - 1);
+    c.order.resize(n);
+    for (size_t i = 0; i < n; ++i) c.order[size_t(heap[size_t(worker_of[i])]++)] = int32_t(i);
+    c.makespan = 0.0;  // one candidate only: nobody asks
+}
+
+// 5. Fewer and fewer heads per item; keep the best.
+
+bool Planner::best_candidate(int64_t &needed) {
+    int64_t base_slots = 0, total = 0;
+    for (const Tile &t : tiles) {
+        one.assign(1, whole_run(t));
+        base_slots += slots_of(t, one);
+        total += t.keys() * t.heads();
+    }
+    if (base_slots > pr->max_slots) {
+        needed = base_slots;
+        return false;
+    }
+    const bool lpt = pr->mode == 0;
+    const double limit = lpt ? double(total) / tr->num_workers : std::numeric_limits<double>::infinity();
+    const int32_t heads = pr->num_kv_heads, most = lpt && tr->split_heads ? heads : 1;
+    Candidate *next = &pool[0];
+    best = nullptr;
+    double best_score = 0.0;
+    for (int32_t n = 1; n <= most; ++n) {
+        if (heads % n) continue;
+        candidate(*next, heads / n, limit, base_slots);
+        const double score = next->makespan + (next->cuts ? tr->fixed * heads : 0.0);
+        const bool good = !next->cuts && next->makespan <= kGoodBalance * next->mean;
+        const bool many = int64_t(next->items.size()) >= kManyItems * tr->num_workers;
+        if (!best || score < best_score) {
+            best = next;
+            best_score = score;
+            next = best == &pool[0] ? &pool[1] : &pool[0];
+        }
+        if (good || many) break;
+    }
+    return true;
+}
+
+// 6. Rows that merge.
+
+void Planner::merges() {
+    merge_rows.clear(), merge_slots.clear(), merge_leaves.clear();
+    if (best->slots == 0 && pr->num_parts == 1 && units == 1 && !pr->part[0].qo_index) {
+        for (int64_t row = pr->part[0].qo_indptr[pr->part[0].num_rows]; row < pr->num_rows; ++row) {
+            const int32_t entry[kMergeFields] = {int32_t(row), 0, pr->num_kv_heads, 0, 0};
+            merge_rows.insert(merge_rows.end(), entry, entry + kMergeFields);
+        }
+        return;
+    }
+    const size_t cells = size_t(pr->num_rows) * size_t(units);
+    done.assign(cells, 0);
+    state_end.assign(cells + 1, 0);
+    const Candidate &c = *best;
+    for (size_t i = 0; i < tiles.size(); ++i) {
+        const Tile &t = tiles[i];
+        int64_t states_here = 0;
+        for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
+            const Run &run = c.runs[size_t(r)];
+            if (run.slot != kDirect) states_here += run.fold ? 1 : run.leaf_end - run.leaf_begin;
+        }
+        const bool direct = c.runs[size_t(c.run_begin[i])].slot == kDirect;
+        each_cell(t, [&](int64_t cell, int) {
+            if (direct) done[size_t(cell)] = 1;
+            state_end[size_t(cell) + 1] += states_here;
+        });
+    }
+    for (size_t i = 0; i < cells; ++i) state_end[i + 1] += state_end[i];
+    states.resize(size_t(state_end[cells]));
+    for (size_t i = 0; i < tiles.size(); ++i) {
+        const Tile &t = tiles[i];
+        for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
+            const Run &run = c.runs[size_t(r)];
+            if (run.slot == kDirect) continue;
+            const int32_t n = run.fold ? 1 : run.leaf_end - run.leaf_begin, queries = int32_t(t.queries());
+            each_cell(t, [&](int64_t cell, int q) {
+                State *to = states.data() + state_end[size_t(cell)];
+                for (int32_t k = 0; k < n; ++k) to[k] = {run.leaf_begin + k, run.slot + k * queries + q};
+                state_end[size_t(cell)] += n;
+            });
+        }
+    }
+    // state_end[cell] has moved to the end of the cell's states, which is where the next cell's begin.
+    for (int64_t row = 0; row < pr->num_rows; ++row)
+        for (int32_t unit = 0; unit < units; ++unit)
+            if (!done[size_t(row * units + unit)]) list_row(row, unit);
+}
+
+void Planner::list_row(int64_t row, int32_t unit) {
+    const int32_t width = pr->num_kv_heads / units;
+    const size_t cell = size_t(row * units + unit);
+    State *begin = states.data() + (cell ? state_end[cell - 1] : 0), *end = states.data() + state_end[cell];
+    if (begin == end && !merge_rows.empty()) {
+        int32_t *last = &merge_rows[merge_rows.size() - kMergeFields];
+        if (last[0] == row && last[3] == last[4] && last[2] == unit * width) {
+            last[2] = (unit + 1) * width;
+            return;
+        }
+    }
+    const auto rises = [](const State &a, const State &b) { return a.leaf != b.leaf ? a.leaf < b.leaf : a.slot < b.slot; };
+    if (!std::is_sorted(begin, end, rises)) std::sort(begin, end, rises);
+    const int32_t from = int32_t(merge_slots.size());
+    for (State *s = begin; s != end; ++s) {
+        merge_slots.push_back(s->slot);
+        merge_leaves.push_back(s->leaf);
+    }
+    const int32_t entry[kMergeFields] = {int32_t(row), unit * width, (unit + 1) * width, from, int32_t(merge_slots.size())};
+    merge_rows.insert(merge_rows.end(), entry, entry + kMergeFields);
+}
+
+void Planner::take(int32_t *out) const {
+    const Candidate &c = *best;
+    for (const int32_t id : c.order) {
+        const Item &item = c.items[size_t(id)];
+        const Tile &t = tiles[size_t(item.tile)];
+        const Run &run = c.runs[size_t(item.run)];
+        const int32_t step = std::min(t.heads(), c.heads);
+        out[0] = t.part, out[1] = t.row, out[2] = t.q_begin, out[3] = t.q_end;
+        out[4] = item.head, out[5] = item.head + step;
+        out[6] = run.kv_begin, out[7] = run.kv_end, out[8] = run.leaf_begin, out[9] = run.leaf_end;
+        out[10] = run.slot, out[11] = t.klass, out[12] = run.fold;
+        out[13] = int32_t(std::min(std::nearbyint(c.costs[size_t(id)]), 2147483647.0));
+        out += kWorkFields;
+    }
+    const auto put = [&out](const std::vector<int32_t> &v) {
+        if (!v.empty()) std::memcpy(out, v.data(), v.size() * sizeof(int32_t));
+        out += v.size();
+    };
+    put(c.worker_indptr);
+    put(merge_rows);
+    put(merge_slots);
+    put(merge_leaves);
+}
+
+thread_local Planner planner;
+
+}  // namespace
+
+extern "C" int attnrt_plan(const attnrt_problem *problem, attnrt_counts *counts) { return planner.plan(*problem, *counts); }
+
+extern "C" void attnrt_take(int32_t *out) { planner.take(out); }

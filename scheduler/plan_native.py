@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ planner's door: a Problem in, the same work list and merge list out as plan_python gives, byte for byte.
+
+Written for few Python operations, since at small batches they are most of the time: traits and structs are converted once
+and kept (by identity, for frozen values), pointers come from ``from_buffer``, and all results are views into one buffer.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from attnrt.errors import LimitError
+from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS, MergeList, Traits, WorkList
+from attnrt.scheduler.problem import FAR, Problem, visible_range
+
+try:
+    from attnrt.scheduler._planner_native import ffi, lib
+except ImportError:  # a checkout that has not been built: the readable planner serves
+    ffi = lib = None
+
+__all__ = ["MODES", "can_plan", "plan_native"]
+
+#: Schedulers that the C++ planner knows.
+MODES = {"lpt": 0, "round_robin": 1, "one_cta_per_request": 2}
+
+_NW, _NM = len(WORK_FIELDS), len(MERGE_FIELDS)
+_MOST_CLASSES = _MOST_SPANS = 8
+_INT32_MAX = (1 << 31) - 1
+_local = threading.local()
+_traits: dict[int, tuple[Traits, Any]] = {}
+
+
+def can_plan(traits: Traits) -> bool:
+    """Whether the module is built and the traits fit its tables."""
+    return (
+        lib is not None
+        and len(traits.classes) <= _MOST_CLASSES
+        and all(len(klass.ruler.steps) < _MOST_SPANS for klass in traits.classes)
+    )
+
+
+def _traits_struct(traits: Traits) -> Any:
+    kept = _traits.get(id(traits))
+    if kept is not None:
+        return kept[1]
+    struct = ffi.new("attnrt_traits *")
+    struct.alpha, struct.beta, struct.beta_rows, struct.fixed = (
+        traits.alpha,
+        traits.beta,
+        traits.beta_rows,
+        traits.fixed,
+    )
+    struct.num_workers, struct.num_classes = traits.num_workers, len(traits.classes)
+    struct.split_heads = traits.split_heads
+    for klass, out in zip(traits.classes, struct.classes, strict=False):
+        out.max_rows = -1 if klass.max_rows is None else klass.max_rows
+        out.q_tile = klass.q_tile
+        start = leaf = 0
+        spans = [(c, s) for c, s in klass.ruler.steps if c > 0]
+        for i, (count, size) in enumerate([*spans, (0, klass.ruler.tail)]):
+            out.span_start[i], out.span_leaf[i], out.span_size[i] = start, leaf, size
+            start, leaf = start + count * size, leaf + count
+        out.num_spans = len(spans) + 1
+    if len(_traits) > 256:
+        _traits.clear()
+    _traits[id(traits)] = (traits, struct)  # the reference keeps the id from being used again
+    return struct
+
+
+class _Structs:
+    """This thread's call record."""
+
+    def __init__(self) -> None:
+        self.problem = ffi.new("attnrt_problem *")
+        self.counts = ffi.new("attnrt_counts *")
+        self.parts = ffi.new("attnrt_part[]", 8)
+        self.problem.part = self.parts
+
+    def reserve(self, parts: int) -> None:
+        if parts > len(self.parts):
+            self.parts = ffi.new("attnrt_part[]", 2 * parts)
+            self.problem.part = self.parts
+
+
+def _ptr(array: np.ndarray | None, ctype: str = "int32_t[]") -> Any:
+    return ffi.NULL if array is None else ffi.from_buffer(ctype, array)
+
+
+def plan_native(
+    problem: Problem, reach: tuple[int | None, int | None] | None
+) -> tuple[WorkList, MergeList, int]:
+    """As ``plan_python``, for the schedulers in MODES.
+
+    Parameters
+    ----------
+    problem : Problem
+    reach : (left, right) or None
+        A query at p sees keys p - left .. p + right (None: no end); None instead of the pair: ask
+        ``problem.composed.visible_range`` for every query.
+
+    Raises
+    ------
+    LimitError
+    """
+    try:
+        structs = _local.structs
+    except AttributeError:
+        structs = _local.structs = _Structs()
+    parts, requests = problem.parts, problem.parts[0].requests
+    p = structs.problem
+    p.traits = _traits_struct(problem.traits)
+    p.num_parts, p.num_requests = len(parts), len(requests.qo_lens)
+    p.num_kv_heads, p.group, p.num_rows = problem.num_kv_heads, problem.group, problem.num_rows
+    p.mode, p.pairwise = MODES[problem.scheduler.name], problem.tree == "pairwise"
+    p.bound_kv_lens = requests.bound_kv_lens is not None
+    qo_lens, kv_lens = _ptr(requests.qo_lens), _ptr(requests.kv_lens)
+    p.qo_lens, p.kv_lens = qo_lens, kv_lens
+    left, right = reach if reach is not None else (None, None)
+    p.left, p.right = FAR if left is None else min(left, FAR), FAR if right is None else min(right, FAR)
+    p.max_slots = min(problem.max_slots, _INT32_MAX)
+    structs.reserve(len(parts))
+    alive = [
+        _fill(structs.parts[i], part, problem.limits[i], problem.composed if reach is None else None)
+        for i, part in enumerate(parts)
+    ]
+    counts = structs.counts
+    if lib.attnrt_plan(p, counts):
+        raise LimitError(
+            "max_partial_slots",
+            counts.slots,
+            problem.max_slots,
+            "These states do not come from cuts: more parts need more slots.",
+        )
+    del alive
+    return _take(counts, problem.traits.num_workers)
+
+
+def _fill(out: Any, part: Any, limits: Any, composed: Any) -> list[Any]:
+    """Point a struct at a part's arrays; returns what must stay alive until the call is over."""
+    out.num_rows, out.heads = len(part.qo_indptr) - 1, part.heads
+    out.qo_indptr = a = ffi.from_buffer("int32_t[]", part.qo_indptr)
+    out.qo_index = b = _ptr(part.qo_index)
+    out.request = c = ffi.from_buffer("int32_t[]", part.request)
+    out.qo_pos = d = ffi.from_buffer("int32_t[]", part.qo_pos)
+    out.kv_pos = e = _ptr(part.kv_pos)
+    out.kv_begin = f = ffi.from_buffer("int32_t[]", part.kv_begin)
+    out.kv_end = g = ffi.from_buffer("int32_t[]", part.kv_end)
+    out.kv_offset = h = ffi.from_buffer("int32_t[]", part.kv_offset)
+    alive = [a, b, c, d, e, f, g, h]
+    if limits is None:
+        out.limit_lo = out.limit_hi = ffi.NULL
+    else:
+        alive += [_ptr(limits[0], "int64_t[]"), _ptr(limits[1], "int64_t[]")]
+        out.limit_lo, out.limit_hi = alive[-2:]
+    if composed is None:
+        out.visible_lo = out.visible_hi = ffi.NULL
+    else:
+        pos = part.qo_pos.astype(np.int64)
+        low = pos - part.requests.kv_lens[part.request] if part.requests.bound_kv_lens is not None else pos
+        lo, hi = visible_range(composed, low, pos)
+        alive += [lo, hi, _ptr(lo, "int64_t[]"), _ptr(hi, "int64_t[]")]
+        out.visible_lo, out.visible_hi = alive[-2:]
+    return alive
+
+
+def _take(counts: Any, num_workers: int) -> tuple[WorkList, MergeList, int]:
+    items, merges, entries = counts.items, counts.merges, counts.entries
+    a = items * _NW
+    b = a + num_workers + 1
+    c = b + merges * _NM
+    d = c + entries
+    buffer = np.empty(d + entries, np.int32)
+    lib.attnrt_take(ffi.from_buffer("int32_t[]", buffer))
+    work = WorkList(items=buffer[:a].reshape(items, _NW), worker_indptr=buffer[a:b])
+    merge = MergeList(rows=buffer[b:c].reshape(merges, _NM), slots=buffer[c:d], leaves=buffer[d:])
+    return work, merge, counts.slots

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ planner gives what the readable planner gives, byte for byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import plan_cases
+import pytest
+from hypothesis import given, settings
+from plan_cases import cases
+
+from attnrt.errors import LimitError
+from attnrt.scheduler import plan as plan_module
+from attnrt.scheduler import plan_native
+from attnrt.scheduler.base import Traits
+from attnrt.scheduler.plan import make_plan
+from attnrt.scheduler.plan_python import plan_python
+
+pytestmark = pytest.mark.skipif(plan_native.lib is None, reason="the planner's module is not built")
+
+
+def arrays(result):
+    work, merge, slots = result
+    return [work.items, work.worker_indptr, merge.rows, merge.slots, merge.leaves, np.asarray(slots)]
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Run both planners on every problem; a list of how many were compared."""
+    compared = []
+
+    def run(problem, reach):
+        got = _result(lambda: plan_native.plan_native(problem, reach))
+        asked = _result(lambda: plan_native.plan_native(problem, None))
+        want = _result(lambda: plan_python(problem))
+        compared.append(1)
+        for other in (got, asked):
+            if isinstance(want, Exception):
+                assert str(want) == str(other)
+                continue
+            for a, b in zip(arrays(want), arrays(other), strict=True):
+                assert a.shape == b.shape and np.array_equal(a, b)
+            assert [a.dtype for a in arrays(want)[:5]] == [np.dtype(np.int32)] * 5
+        if isinstance(got, Exception):
+            raise got
+        return got
+
+    monkeypatch.setattr(plan_module, "plan_native", run)
+    return compared
+
+
+def _result(call):
+    try:
+        return call()
+    except LimitError as error:
+        return error
+
+
+def test_same_plans(both):
+    @settings(max_examples=200, deadline=None)
+    @given(cases())
+    def run(case):
+        for tree in ("sequential", "pairwise"):
+            try:
+                case.plan(tree=tree)
+            except LimitError:
+                assert case.max_slots is not None
+
+    run()
+    assert len(both) >= 200
+
+
+@pytest.mark.parametrize("workers", [1, 3, 132, 1000])
+def test_same_plans_at_full_size(both, workers):
+    rng = np.random.default_rng(workers)
+    for count in (1, 31, 300):
+        for top in (1500, 40_000):
+            index = plan_cases.paged(rng.choice([1, 1, 1, 4, 300], count), rng.integers(1, top, count), 16)
+            for left in (None, 1000):
+                make_plan(plan_cases.spec(32, 8, left=left, right=0), index, Traits.of("h200", workers))
+    assert len(both) == 12
+
+
+def test_costs_that_are_no_dyadic_numbers(both):
+    rng = np.random.default_rng(5)
+    index = plan_cases.paged(np.ones(200, np.int32), rng.integers(1, 9000, 200), 16)
+    for seed in range(5):
+        alpha, beta, rows, fixed = np.random.default_rng(seed).random(4).tolist()
+        numbers = {"alpha": alpha, "beta": beta, "beta_rows": rows, "fixed": fixed}
+        make_plan(plan_cases.spec(32, 8), index, plan_cases.traits(17, leaf=100, **numbers))
+    assert len(both) == 5
+
+
+def test_bound_lengths_keep_what_shorter_requests_may_see(both):
+    index = plan_cases.paged([1, 4], [900, 700], 16)
+    requests = plan_cases.replace(index.requests, bound_kv_lens=object())
+    bound = make_plan(
+        plan_cases.spec(left=64, right=0), plan_cases.replace(index, requests=requests), plan_cases.traits(1)
+    )
+    assert (bound.work["kv_begin"].min() == 0) and set(bound.work["kv_end"]) == {900, 700}
+    exact = make_plan(plan_cases.spec(left=64, right=0), index, plan_cases.traits(1))
+    assert set(exact.work["kv_begin"]) == {899 - 64, 696 - 64}
