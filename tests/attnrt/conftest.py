@@ -13,6 +13,9 @@ _api.PyCapsule_New.restype = ctypes.py_object
 _api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _api.PyCapsule_GetName.restype = ctypes.c_char_p
 _api.PyCapsule_GetName.argtypes = [ctypes.py_object]
+_api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+_api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_api.PyCapsule_SetName.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 class _Tensor(ctypes.Structure):
@@ -109,6 +112,27 @@ def producer():
 @pytest.fixture
 def name_of_capsule():
     return capsule_name
+
+
+@pytest.fixture
+def take_over():
+    """take_over(capsule): consume it as C would, and return a function that calls the deleter without Python's lock."""
+
+    def take(capsule):
+        versioned = capsule_name(capsule) == "dltensor_versioned"
+        name = b"dltensor_versioned" if versioned else b"dltensor"
+        address = _api.PyCapsule_GetPointer(capsule, name)
+        used = b"used_" + name
+        _names.append(used)  # the capsule keeps the pointer
+        assert _api.PyCapsule_SetName(capsule, used) == 0
+        record = (_Versioned if versioned else _Managed).from_address(address)
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(record.deleter)
+        return lambda: call(address)
+
+    return take
+
+
+_names: list[bytes] = []
 
 
 @pytest.fixture

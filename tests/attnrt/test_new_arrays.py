@@ -221,3 +221,31 @@ def test_torch_results_ignore_the_default_device():
 def test_current_stream_of_cpu_arrays():
     assert current_stream(torch.zeros(2)) is None
     assert current_stream(np.zeros(2)) is None
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+def test_c89_deleter_without_the_interpreter_lock_and_in_a_foreign_thread(versioned, take_over):
+    """ctypes lets go of the lock around the call; the thread is one that Python has not seen."""
+    x, dead = _counted()
+    capsule = x.__dlpack__(max_version=(1, 0) if versioned else None)
+    delete = take_over(capsule)
+    del x, capsule
+    gc.collect()
+    assert dead() is not None
+    thread = threading.Thread(target=delete)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert dead() is None
+
+
+def test_export_survives_the_interpreter(tmp_path):
+    """A consumer may free at exit, after the interpreter is gone."""
+    import os
+    import subprocess
+    import sys
+
+    code = "import torch, attnrt as at\nt = torch.from_dlpack(at.empty(3))\ntorch.keep = t\nc = at.empty(3).__dlpack__()\n"
+    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(at.__file__))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
