@@ -17,7 +17,7 @@ ABI3 = [("Py_LIMITED_API", "0x030B0000")]
 CFFI_BUILDERS = [
     "scheduler/native/build_planner.py:ffibuilder",
     "backends/cpu/native/build_cpu.py:ffibuilder",
-    "backends/cuda/native/build_launch.py:ffibuilder",
+    "backends/cuda/native/build_driver.py:ffibuilder",
 ]
 
 setup(

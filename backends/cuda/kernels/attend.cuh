@@ -31,20 +31,27 @@ class Attend {
   }
 
   __device__ __forceinline__ void run() {
+    if (blockIdx.x >= p_.plan->num_workers) return;
     // Padded columns are multiplied too: they must hold zeros, not what the last kernel left.
     for (int i = threadIdx.x; i < L::kOffsetMeta / 16; i += L::kThreads) {
       reinterpret_cast<uint4*>(smem_)[i] = make_uint4(0, 0, 0, 0);
     }
     __syncthreads();
-    TileCursor<L::kTile> ahead(p_, blockIdx.x);
+    Cursor<Config, Variant> ahead(p_, blockIdx.x);
     stage_ = 0;
     fill_ = 0;
-#pragma unroll
+#pragma unroll 1
     for (int s = 0; s < L::kStages - 1; ++s) fetch(ahead);
-    const int end = p_.worker_indptr[blockIdx.x + 1];
-    for (int i = p_.worker_indptr[blockIdx.x]; i < end; ++i) {
-      const WorkItem item = p_.work[i];
-      for (int head = item.head_begin; head < item.head_end; ++head) run_head(item, head, ahead);
+    const int end = p_.plan->worker_indptr[blockIdx.x + 1];
+    for (int i = p_.plan->worker_indptr[blockIdx.x]; i < end; ++i) {
+      const WorkItem item = p_.plan->work[i];
+      const int passes = passes_of<L::kRows, Config::group>(item);
+      for (int head = item.head_begin; head < item.head_end; ++head) {
+        for (int pass = 0; pass < passes; ++pass) {
+          first_ = pass * L::kRows;
+          run_rows(item, head, ahead);
+        }
+      }
     }
     ptx::cp_async_wait<0>();
   }
@@ -55,7 +62,7 @@ class Attend {
     float acc[kMB][kNO][4];
   };
 
-  __device__ __forceinline__ void fetch(TileCursor<L::kTile>& ahead) {
+  __device__ __forceinline__ void fetch(Cursor<Config, Variant>& ahead) {
     if (!ahead.done()) {
       load_tile<Config, Variant>(p_, ahead, smem_, fill_, meta_);
       ahead.advance();
@@ -64,15 +71,15 @@ class Attend {
     fill_ = fill_ + 1 == L::kStages ? 0 : fill_ + 1;
   }
 
-  __device__ __forceinline__ void run_head(const WorkItem& item, int head, TileCursor<L::kTile>& ahead) {
-    const PartDesc& part = p_.parts[item.part];
+  __device__ __forceinline__ void run_rows(const WorkItem& item, int head, Cursor<Config, Variant>& ahead) {
+    const PartDesc& part = p_.plan->parts[item.part];
     __syncthreads();  // the tile before is done with Q and the row tables
-    open_rows<Config, Variant>(p_, params_, item, part, head, meta_);
+    open_rows<Config, Variant>(p_, params_, item, part, head, first_, meta_);
     load_q<Config, Variant>(p_, params_, head, smem_, meta_);
-    blocks_ = ((item.q_end - item.q_begin) * Config::group + 15) / 16;
+    blocks_ = (min((item.q_end - item.q_begin) * Config::group - first_, L::kRows) + 15) / 16;
     __syncthreads();
 
-    const RulerDesc& ruler = p_.header->rulers[item.klass];
+    const RulerDesc& ruler = p_.plan->rulers[item.klass];
     State total;
     clear(total);
     for (int leaf = item.leaf_begin; leaf < item.leaf_end; ++leaf) {
@@ -90,17 +97,14 @@ class Attend {
       close_leaf(state);
       if (item.fold) {
         fold(total, state);
-      } else if (item.slot >= 0) {
-        store_state(item, head, leaf - item.leaf_begin, state);
       } else {
         total = state;
       }
+      if (item.slot >= 0 && (!item.fold || leaf + 1 == item.leaf_end)) {
+        store_state(item, item.fold ? 0 : leaf - item.leaf_begin, total);
+      }
     }
-    if (item.slot < 0) {
-      finish(head, total);
-    } else if (item.fold) {
-      store_state(item, head, 0, total);
-    }
+    if (item.slot < 0) finish(total);
   }
 
   __device__ __forceinline__ static void clear(State& s) {
@@ -216,7 +220,7 @@ class Attend {
   }
 
   __device__ __forceinline__ const unsigned char* part_mask(const WorkItem& item) const {
-    return Variant::reads_index_mask ? p_.parts[item.part].mask : nullptr;
+    return Variant::reads_index_mask ? p_.plan->parts[item.part].mask : nullptr;
   }
 
   template <class Row>
@@ -375,7 +379,7 @@ class Attend {
       }
   }
 
-  __device__ __forceinline__ void store_state(const WorkItem& item, int head, int leaf, const State& state) const {
+  __device__ __forceinline__ void store_state(const WorkItem& item, int leaf, const State& state) const {
     const int queries = item.q_end - item.q_begin;
     const long long heads = static_cast<long long>(p_.num_qo_heads);
 #pragma unroll
@@ -383,24 +387,23 @@ class Attend {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = row_of(b, half);
-        const int query = r / Config::group;
+        const int query = (first_ + r) / Config::group;
         if (query >= queries) continue;
-        const long long at = (static_cast<long long>(item.slot) + leaf * queries + query) * heads + head * Config::group +
-                             r % Config::group;
+        const long long at = (static_cast<long long>(item.slot) + leaf * queries + query) * heads + meta_.qo_head[r];
         if (warp_ == 0 && lane_ % 4 == 0) {
-          reinterpret_cast<float2*>(p_.partial_ml)[at] = make_float2(state.m[b][half], state.l[b][half]);
+          reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(state.m[b][half], state.l[b][half]);
         }
 #pragma unroll
         for (int n = 0; n < kNO; ++n) {
           const int col = warp_ * L::kWarpCols + n * 8 + lane_ % 4 * 2;
-          float* to = p_.partial_acc + at * Config::head_dim_vo + col;
+          float* to = p_.plan->partial_acc + at * Config::head_dim_vo + col;
           if (col < Config::head_dim_vo) to[0] = state.acc[b][n][2 * half];
           if (col + 1 < Config::head_dim_vo) to[1] = state.acc[b][n][2 * half + 1];
         }
       }
   }
 
-  __device__ __forceinline__ void finish(int head, const State& state) const {
+  __device__ __forceinline__ void finish(const State& state) const {
     typedef typename Bits<Config::out_type>::type Element;
 #pragma unroll
     for (int b = 0; b < kMB; ++b)
@@ -408,7 +411,7 @@ class Attend {
       for (int half = 0; half < 2; ++half) {
         const int r = row_of(b, half);
         if (meta_.qo_row[r] < 0) continue;
-        const Ctx c = row_ctx<Config, Variant>(p_, meta_, r, head);
+        const Ctx c = row_ctx<Config, Variant>(p_, meta_, r, meta_.qo_head[r] / Config::group);
         const FinishRow row = finish_head<Variant>(params_, c, state.m[b][half], state.l[b][half]);
         if (warp_ == 0 && lane_ % 4 == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
 #pragma unroll
@@ -430,6 +433,7 @@ class Attend {
   char* smem_;
   Meta<L>& meta_;
   int lane_, warp_, stage_, fill_, blocks_;
+  int first_;  // row of the item at which this pass starts
 };
 
 }  // namespace attnrt

@@ -61,8 +61,8 @@ __device__ __forceinline__ void convert_tile(const RunParams& p, const ParamRef*
     c.kv_slot = meta.slot[stage][key];
     c.qo_head = kv_head * Config::group;
     c.kv_head = kv_head;
-    c.qo_len = p.qo_lens[request];
-    c.kv_len = p.bound_kv_lens ? p.bound_kv_lens[request] : p.kv_lens[request];
+    c.qo_len = p.plan->qo_lens[request];
+    c.kv_len = p.plan->bound_kv_lens ? p.plan->bound_kv_lens[request] : p.plan->kv_lens[request];
     if constexpr (L::kConvertK) {
       convert_row<Config::kv_type, Config::q_type, Config::head_dim, L::kDim, Variant::has_key ? Variant::key_pairing : PAIR_NONE,
                   Variant::key_dim>(raw + key * L::kRawPitchK, smem + L::kOffsetK + key * L::kPitchK, lane, live,

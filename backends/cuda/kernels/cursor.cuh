@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which a CTA walks its work: items, KV heads of an item, leaves, tiles. The loader runs a cursor of its own a few
+// The order in which a CTA walks its work: items, KV heads of an item, passes over its rows, leaves, tiles. The loader runs a cursor of its own a few
 // tiles ahead of the compute loop, so that the pipeline stays full across leaves, heads and items.
 #pragma once
 #include "params.cuh"
@@ -33,7 +33,13 @@ __device__ __forceinline__ int first_tile(int leaf_start, int from) {
   return from <= leaf_start ? leaf_start : leaf_start + (from - leaf_start) / kTile * kTile;
 }
 
-template <int kTile>
+// How often an item's keys are walked: once for every kRows of its rows.
+template <int kRows, int kGroup>
+__device__ __forceinline__ int passes_of(const WorkItem& item) {
+  return ((item.q_end - item.q_begin) * kGroup + kRows - 1) / kRows;
+}
+
+template <int kTile, int kRows, int kGroup>
 class TileCursor {
  public:
   // Fields are read where they lie (the first-level cache holds them): copies would cost the compute loop sixty registers.
@@ -44,7 +50,7 @@ class TileCursor {
   int tile;  // offset in the request of the tile's first key
 
   __device__ __forceinline__ TileCursor(const RunParams& p, int worker)
-      : p_(p), next_(p.worker_indptr[worker]), end_(p.worker_indptr[worker + 1]), done_(false) {
+      : p_(p), next_(p.plan->worker_indptr[worker]), end_(p.plan->worker_indptr[worker + 1]), done_(false) {
     next_item();
   }
   __device__ __forceinline__ bool done() const { return done_; }
@@ -53,6 +59,9 @@ class TileCursor {
     tile += kTile;
     if (tile < stop_) return;
     if (++leaf_ < item->leaf_end) {
+      open_leaf();
+    } else if (++pass_ < passes_of<kRows, kGroup>(*item)) {
+      leaf_ = item->leaf_begin;
       open_leaf();
     } else if (++head < item->head_end) {
       open_head();
@@ -64,10 +73,10 @@ class TileCursor {
  private:
   __device__ __forceinline__ void next_item() {
     for (; next_ < end_; ++next_) {
-      item = p_.work + next_;
+      item = p_.plan->work + next_;
       if (item->kv_begin < item->kv_end) {
         ++next_;
-        part = p_.parts + item->part;
+        part = p_.plan->parts + item->part;
         head = item->head_begin;
         open_head();
         return;
@@ -77,17 +86,18 @@ class TileCursor {
   }
   __device__ __forceinline__ void open_head() {
     list.open(*part, item->row, head);
+    pass_ = 0;
     leaf_ = item->leaf_begin;
     open_leaf();
   }
   __device__ __forceinline__ void open_leaf() {
-    const RulerDesc& ruler = p_.header->rulers[item->klass];
+    const RulerDesc& ruler = p_.plan->rulers[item->klass];
     tile = first_tile<kTile>(ruler.start(leaf_), item->kv_begin);
     stop_ = min(ruler.start(leaf_ + 1), item->kv_end);
   }
 
   const RunParams& p_;
-  int next_, end_, leaf_, stop_;
+  int next_, end_, pass_, leaf_, stop_;
   bool done_;
 };
 

@@ -2,7 +2,7 @@
 // Shared memory of the tile kernel, as constants of its configuration. The host computes the same total (render.py asks the
 // compiled kernel through attnrt_smem_bytes), so that occupancy and the opt-in above 48 KB never disagree with the code.
 #pragma once
-#include "params.cuh"
+#include "cursor.cuh"
 #include "types.cuh"
 
 namespace attnrt {
@@ -49,6 +49,9 @@ struct Layout {
   static constexpr int kOffsetMeta = round_up(kOffsetV + (kConvertV && !kVFromK ? kTile * kPitchV : 0), 16);
 };
 
+template <class Config, class Variant>
+using Cursor = TileCursor<Config::kv_tile, 16 * Config::m_blocks, Config::group>;
+
 // Per stage: positions and slots of the tile's keys, and what each warp's keys have in common.
 constexpr int kDeadKey = -2147483647 - 1;
 
@@ -61,6 +64,7 @@ struct Meta {
   int all_live[L::kStages][L::kWarps];
   float reduce[L::kWarps][L::kRows];         // row maxima, then row sums
   int qo_row[L::kRows];                      // row of q; rows past the tile's end have -1
+  int qo_head[L::kRows];
   int qo_pos[L::kRows];
   int request[L::kRows];
   int low[L::kRows];                         // visible key positions, inclusive

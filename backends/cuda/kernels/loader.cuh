@@ -2,7 +2,6 @@
 // Global to shared memory: one KV tile of any layout. Every key's address is computed on its own (slot -> page, token), so pages
 // of any size, single tokens and contiguous runs differ in nothing that follows; dead keys are filled with zeros, never read.
 #pragma once
-#include "cursor.cuh"
 #include "layout.cuh"
 
 namespace attnrt {
@@ -51,15 +50,15 @@ __device__ __forceinline__ void copy_rows(const PagedKv& kv, char* dst, long lon
 // Where lengths are known to the device alone: offset past which none of the item's requests has a key. Rows that end earlier
 // mask the rest themselves.
 __device__ __forceinline__ int bound_limit(const RunParams& p, const WorkItem& item, const PartDesc& part) {
-  if (!p.bound_kv_lens) return 0x7fffffff;
+  if (!p.plan->bound_kv_lens) return 0x7fffffff;
   int limit = 0;
-  for (int q = item.q_begin + threadIdx.x % 32; q < item.q_end; q += 32) limit = max(limit, p.bound_kv_lens[part.request[q]]);
+  for (int q = item.q_begin + threadIdx.x % 32; q < item.q_end; q += 32) limit = max(limit, p.plan->bound_kv_lens[part.request[q]]);
   return __reduce_max_sync(0xffffffffu, limit);
 }
 
 // Loads the tile under the cursor into a stage. Warp w brings, and later scores, keys w * kWarpKeys onward.
 template <class Config, class Variant>
-__device__ __forceinline__ void load_tile(const RunParams& p, const TileCursor<Config::kv_tile>& at, char* smem, int stage,
+__device__ __forceinline__ void load_tile(const RunParams& p, const Cursor<Config, Variant>& at, char* smem, int stage,
                                           Meta<Layout<Config, Variant>>& meta) {
   using L = Layout<Config, Variant>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -20,13 +20,13 @@ class Merge {
 
   __device__ __forceinline__ void run() {
     const int warps = blockDim.x / 32 * gridDim.x;
-    const long long total = static_cast<long long>(p_.header->num_merges) * p_.num_qo_heads;
+    const long long total = static_cast<long long>(p_.plan->num_merges) * p_.num_qo_heads;
     for (long long i = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; i < total; i += warps) {
-      const MergeRow row = p_.merge_rows[i / p_.num_qo_heads];
+      const MergeRow row = p_.plan->merge_rows[i / p_.num_qo_heads];
       const int head = static_cast<int>(i % p_.num_qo_heads);
       const int kv_head = head / Config::group;
       if (kv_head < row.head_begin || kv_head >= row.head_end) continue;
-      finish(row, head, p_.header->pairwise ? pairwise(row, head) : sequential(row, head));
+      finish(row, head, p_.plan->pairwise ? pairwise(row, head) : sequential(row, head));
     }
   }
 
@@ -41,15 +41,15 @@ class Merge {
   }
 
   __device__ __forceinline__ State load(int entry, int head) const {
-    const long long at = static_cast<long long>(p_.merge_slots[entry]) * p_.num_qo_heads + head;
+    const long long at = static_cast<long long>(p_.plan->merge_slots[entry]) * p_.num_qo_heads + head;
     State s;
-    const float2 ml = reinterpret_cast<const float2*>(p_.partial_ml)[at];
+    const float2 ml = reinterpret_cast<const float2*>(p_.plan->partial_ml)[at];
     s.m = ml.x;
     s.l = ml.y;
 #pragma unroll
     for (int i = 0; i < kCols; ++i) {
       const int col = lane_ + 32 * i;
-      s.acc[i] = col < Config::head_dim_vo ? p_.partial_acc[at * Config::head_dim_vo + col] : 0.0f;
+      s.acc[i] = col < Config::head_dim_vo ? p_.plan->partial_acc[at * Config::head_dim_vo + col] : 0.0f;
     }
     return s;
   }
@@ -72,9 +72,9 @@ class Merge {
   __device__ __noinline__ State pairwise(const MergeRow& row, int head) const {
     State stack[kLevels];
     int depth = 0, e = row.slot_begin;
-    const int last = row.slot_end > row.slot_begin ? p_.merge_leaves[row.slot_end - 1] : -1;
+    const int last = row.slot_end > row.slot_begin ? p_.plan->merge_leaves[row.slot_end - 1] : -1;
     for (int leaf = 0; leaf <= last; ++leaf) {
-      State s = p_.merge_leaves[e] == leaf ? load(e++, head) : empty();
+      State s = p_.plan->merge_leaves[e] == leaf ? load(e++, head) : empty();
       for (int level = leaf; level & 1; level >>= 1) {
         State left = stack[--depth];
         fold(left, s);

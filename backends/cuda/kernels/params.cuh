@@ -69,15 +69,6 @@ struct RulerDesc {
   }
 };
 
-// Head of the plan in the workspace.
-struct PlanHeader {
-  int num_items;
-  int num_merges;
-  int num_parts;
-  int pairwise;  // reduction tree: 0 sequential, 1 pairwise
-  RulerDesc rulers[4];
-};
-
 // Columns of a work item and of a merge row (scheduler/base.py WORK_FIELDS, MERGE_FIELDS).
 struct WorkItem {
   int part, row, q_begin, q_end, head_begin, head_end, kv_begin, kv_end, leaf_begin, leaf_end, slot, klass, fold, cost;
@@ -86,9 +77,10 @@ struct MergeRow {
   int qo_row, head_begin, head_end, slot_begin, slot_end;
 };
 
-struct RunParams {
-  const PlanHeader* header;
-  const PartDesc* parts;
+// The plan as the device sees it, at an address that no load changes.
+constexpr int kMaxParts = 16;
+constexpr int kMaxClasses = 4;
+struct PlanHeader {
   const WorkItem* work;
   const int* worker_indptr;
   const MergeRow* merge_rows;
@@ -99,6 +91,17 @@ struct RunParams {
   const int* bound_kv_lens;  // null: kv_lens are true
   float* partial_acc;        // [slots, num_qo_heads, head_dim_vo]
   float* partial_ml;         // [slots, num_qo_heads, 2]: m (base 2), l
+  int num_workers;
+  int num_merges;
+  int num_parts;
+  int pairwise;  // reduction tree: 0 sequential, 1 pairwise
+  RulerDesc rulers[kMaxClasses];
+  PartDesc parts[kMaxParts];
+};
+
+// What stays the same for every replay of a captured graph: the caller's tensors and the address of the plan.
+struct RunParams {
+  const PlanHeader* plan;
   const char* q;
   long long q_stride_row, q_stride_head;  // elements
   PagedKv k, v;
@@ -112,7 +115,7 @@ struct RunParams {
 
 // A request's true lengths where the host only knew bounds: how far keys and the queries' positions move (<= 0).
 __device__ __forceinline__ int bound_shift(const RunParams& p, int request) {
-  return p.bound_kv_lens ? p.bound_kv_lens[request] - p.kv_lens[request] : 0;
+  return p.plan->bound_kv_lens ? p.plan->bound_kv_lens[request] - p.plan->kv_lens[request] : 0;
 }
 
 }  // namespace attnrt

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The query side of a tile: which rows it holds, what each may see, and Q itself in shared memory. Rows of a tile are the item's
-// queries times the query heads of one KV head (grouped-query packing): row r is query r / group, head r % group.
+// queries times the query heads of one KV head (grouped-query packing): row r is query r / group, head r % group. An item with more
+// rows than the tile has is walked in passes, `first` being the row at which a pass starts.
 #pragma once
 #include "attnrt_variant.h"
 #include "layout.cuh"
@@ -14,10 +15,10 @@ __device__ __forceinline__ Ctx row_ctx(const RunParams& p, const Meta<Layout<Con
   c.request = meta.request[r];
   c.qo_pos = meta.qo_pos[r];
   c.qo_row = meta.qo_row[r];
-  c.qo_head = kv_head * Config::group + r % Config::group;
+  c.qo_head = meta.qo_head[r];
   c.kv_head = kv_head;
-  c.qo_len = p.qo_lens[c.request];
-  c.kv_len = p.bound_kv_lens ? p.bound_kv_lens[c.request] : p.kv_lens[c.request];
+  c.qo_len = p.plan->qo_lens[c.request];
+  c.kv_len = p.plan->bound_kv_lens ? p.plan->bound_kv_lens[c.request] : p.plan->kv_lens[c.request];
   c.kv_pos = 0;
   c.kv_slot = 0;
   return c;
@@ -26,11 +27,11 @@ __device__ __forceinline__ Ctx row_ctx(const RunParams& p, const Meta<Layout<Con
 // Fills the row tables for one (item, KV head). Rows past the item's queries see nothing.
 template <class Config, class Variant>
 __device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* params, const WorkItem& item, const PartDesc& part,
-                                          int kv_head, Meta<Layout<Config, Variant>>& meta) {
+                                          int kv_head, int first, Meta<Layout<Config, Variant>>& meta) {
   using L = Layout<Config, Variant>;
   const int r = threadIdx.x;
   if (r < L::kRows) {
-    const int query = item.q_begin + r / Config::group;
+    const int query = item.q_begin + (first + r) / Config::group;
     int low = 0x7fffffff, high = kDeadKey, limit = 0x7fffffff, qo_row = -1, qo_pos = 0, request = 0, from = 0;
     long long bit = kNoMask;
     if (query < item.q_end) {
@@ -38,7 +39,7 @@ __device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* pa
       const int shift = bound_shift(p, request);
       qo_row = part.qo_index ? part.qo_index[query] : query;
       qo_pos = part.qo_pos[query] + shift;
-      if (p.bound_kv_lens) limit = p.bound_kv_lens[request];
+      if (p.plan->bound_kv_lens) limit = p.plan->bound_kv_lens[request];
       if (Variant::reads_index_mask && part.mask_offset && part.mask_offset[query] >= 0) {
         from = part.mask_begin[item.row] + shift;
         bit = part.mask_offset[query] - from;
@@ -46,6 +47,7 @@ __device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* pa
     }
     meta.request[r] = request;
     meta.qo_row[r] = qo_row;
+    meta.qo_head[r] = kv_head * Config::group + (first + r) % Config::group;
     meta.qo_pos[r] = qo_pos;
     meta.limit[r] = limit;
     meta.mask_bit[r] = bit;
@@ -102,7 +104,7 @@ __device__ __forceinline__ void load_q(const RunParams& p, const ParamRef* param
   for (int r = warp; r < L::kRows; r += L::kWarps) {
     Element* dst = reinterpret_cast<Element*>(smem + L::kOffsetQ + r * L::kPitchK);
     const int qo_row = meta.qo_row[r];
-    const int head = kv_head * Config::group + r % Config::group;
+    const int head = meta.qo_head[r];
     const Element* src = reinterpret_cast<const Element*>(p.q) + static_cast<long long>(qo_row) * p.q_stride_row +
                          static_cast<long long>(head) * p.q_stride_head;
     for (int d = lane; d < L::kDim; d += 32) dst[d] = qo_row >= 0 && d < Config::head_dim ? src[d] : Element(0);

@@ -64,6 +64,7 @@ struct Driver {
   Result (*EventSynchronize)(Handle);
   Result (*LibraryLoadData)(Handle*, const void*, void*, void**, unsigned, void*, void**, unsigned);
   Result (*LibraryUnload)(Handle);
+  Result (*LibraryGetGlobal)(uint64_t*, size_t*, Handle, const char*);
   Result (*LibraryGetKernel)(Handle*, Handle, const char*);
   Result (*KernelGetFunction)(Handle*, Handle);
   Result (*KernelGetAttribute)(int*, int, Handle, Device);
@@ -104,7 +105,8 @@ bool resolve(void* lib) {
          find(lib, cu.EventCreate, "cuEventCreate") && find(lib, cu.EventDestroy, "cuEventDestroy_v2") &&
          find(lib, cu.EventRecord, "cuEventRecord") && find(lib, cu.EventQuery, "cuEventQuery") &&
          find(lib, cu.EventSynchronize, "cuEventSynchronize") && find(lib, cu.LibraryLoadData, "cuLibraryLoadData") &&
-         find(lib, cu.LibraryUnload, "cuLibraryUnload") && find(lib, cu.LibraryGetKernel, "cuLibraryGetKernel") &&
+         find(lib, cu.LibraryUnload, "cuLibraryUnload") && find(lib, cu.LibraryGetGlobal, "cuLibraryGetGlobal") &&
+         find(lib, cu.LibraryGetKernel, "cuLibraryGetKernel") &&
          find(lib, cu.KernelGetFunction, "cuKernelGetFunction") &&
          find(lib, cu.KernelGetAttribute, "cuKernelGetAttribute") &&
          find(lib, cu.KernelSetAttribute, "cuKernelSetAttribute") &&
@@ -260,6 +262,9 @@ int attnrt_cuda_library_load(int device, const void* image, uint64_t* library) {
               cu.LibraryLoadData(reinterpret_cast<Handle*>(library), image, nullptr, nullptr, 0, nullptr, nullptr, 0));
 }
 int attnrt_cuda_library_unload(int device, uint64_t library) { WITH_DEVICE(device, cu.LibraryUnload(handle(library))); }
+int attnrt_cuda_library_global(int device, uint64_t library, const char* name, uint64_t* ptr, size_t* bytes) {
+  WITH_DEVICE(device, cu.LibraryGetGlobal(ptr, bytes, handle(library), name));
+}
 int attnrt_cuda_kernel_get(int device, uint64_t library, const char* name, uint64_t* kernel) {
   WITH_DEVICE(device, cu.LibraryGetKernel(reinterpret_cast<Handle*>(kernel), handle(library), name));
 }

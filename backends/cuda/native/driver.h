@@ -47,6 +47,7 @@ int attnrt_cuda_event_sync(int device, uint64_t event);
 // Kernels.
 int attnrt_cuda_library_load(int device, const void* image, uint64_t* library);
 int attnrt_cuda_library_unload(int device, uint64_t library);
+int attnrt_cuda_library_global(int device, uint64_t library, const char* name, uint64_t* ptr, size_t* bytes);
 int attnrt_cuda_kernel_get(int device, uint64_t library, const char* name, uint64_t* kernel);
 int attnrt_cuda_kernel_attribute(int device, uint64_t kernel, int attribute, int* value);
 int attnrt_cuda_kernel_set_smem(int device, uint64_t kernel, int bytes);

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA driver in Python terms: errors raised, memory owned, events and streams as integers.
+
+All calls go through the shim ``_driver`` (native/driver.cpp), which finds libcuda when it is first used.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from attnrt.device import stream_handle
+from attnrt.errors import ArgumentError, AttnrtError, UnsupportedError
+
+__all__ = ["CudaOps", "Library", "check", "device_attribute", "shim", "why_not"]
+
+# CUdevice_attribute
+MULTIPROCESSORS, MAJOR, MINOR, SHARED_OPTIN = 16, 75, 76, 97
+# CUfunction_attribute
+NUM_REGS, LOCAL_BYTES = 4, 3
+
+
+class CudaError(AttnrtError, RuntimeError):
+    """The driver refused a call; ``got`` is its own text."""
+
+
+@lru_cache(maxsize=1)
+def shim() -> tuple[Any, Any]:
+    """(ffi, lib) of the compiled shim."""
+    from attnrt.backends.cuda import _driver
+
+    return _driver.ffi, _driver.lib
+
+
+@lru_cache(maxsize=1)
+def why_not() -> str | None:
+    """Why the driver cannot be used here, in one line; None: it can."""
+    try:
+        ffi, lib = shim()
+    except ImportError as error:
+        return f"the driver shim is not built ({error})"
+    if lib.attnrt_cuda_open() != 0:
+        return ffi.string(lib.attnrt_cuda_why()).decode()
+    count = ffi.new("int *")
+    if lib.attnrt_cuda_device_count(count) != 0 or count[0] == 0:
+        return "the driver sees no GPU"
+    return None
+
+
+def check(code: int, call: str) -> None:
+    """Raise what the driver says of a code that is not success."""
+    if code:
+        ffi, lib = shim()
+        raise CudaError(
+            call, "must succeed", f"error {code}: {ffi.string(lib.attnrt_cuda_error(code)).decode()}"
+        )
+
+
+@lru_cache(maxsize=256)
+def device_attribute(device: int, attribute: int) -> int:
+    """A CUdevice_attribute of a device."""
+    ffi, lib = shim()
+    value = ffi.new("int *")
+    check(lib.attnrt_cuda_device_attribute(device, attribute, value), "cuDeviceGetAttribute")
+    return value[0]
+
+
+def device_count() -> int:
+    """GPUs that the driver sees; 0 without a driver."""
+    if why_not() is not None:
+        return 0
+    ffi, lib = shim()
+    count = ffi.new("int *")
+    check(lib.attnrt_cuda_device_count(count), "cuDeviceGetCount")
+    return count[0]
+
+
+def current_device() -> int:
+    """The device of the calling thread's current context; 0 if it has none."""
+    ffi, lib = shim()
+    device = ffi.new("int *")
+    check(lib.attnrt_cuda_current_device(device), "cuCtxGetDevice")
+    return device[0]
+
+
+class _Memory:
+    """Owner of a device allocation; freed with the last view of it."""
+
+    __slots__ = ("address", "device")
+
+    def __init__(self, device: int, address: int) -> None:
+        self.device, self.address = device, address
+
+    def __del__(self) -> None:
+        if sys is None or sys.is_finalizing():  # the driver may be gone already; the process's end frees all
+            return
+        shim()[1].attnrt_cuda_free(self.device, self.address)
+
+
+class _Event:
+    """An event; destroyed with the last reference (the driver waits for its work itself)."""
+
+    __slots__ = ("device", "handle")
+
+    def __init__(self, device: int) -> None:
+        ffi, lib = shim()
+        out = ffi.new("uint64_t *")
+        check(lib.attnrt_cuda_event_create(device, out), "cuEventCreate")
+        self.device, self.handle = device, out[0]
+
+    def __del__(self) -> None:
+        if sys is None or sys.is_finalizing():
+            return
+        shim()[1].attnrt_cuda_event_destroy(self.device, self.handle)
+
+
+class CudaOps:
+    """Memory and order on one GPU (attnrt/memory.py DeviceOps)."""
+
+    direct = False
+
+    def __init__(self, index: int) -> None:
+        reason = why_not()
+        if reason is not None:
+            raise UnsupportedError("device", "must have a working CUDA driver", f"cuda:{index}", reason)
+        if not 0 <= index < device_count():
+            raise ArgumentError(
+                "device", f"must be below the {device_count()} GPUs of this machine", f"cuda:{index}"
+            )
+        self.index = index
+        self.ffi, self.lib = shim()
+        check(self.lib.attnrt_cuda_retain(index), "cuDevicePrimaryCtxRetain")
+
+    def allocate(self, nbytes: int) -> tuple[int, Any]:
+        """(address, owner); the driver aligns to 256 bytes and more."""
+        out = self.ffi.new("uint64_t *")
+        check(self.lib.attnrt_cuda_alloc(self.index, max(nbytes, 1), out), f"cuMemAlloc of {nbytes} bytes")
+        return out[0], _Memory(self.index, out[0])
+
+    def staging(self, nbytes: int) -> np.ndarray:
+        """Pinned host memory; kept for the life of the process's workspaces (the ring reuses it)."""
+        out = self.ffi.new("void **")
+        check(
+            self.lib.attnrt_cuda_host_alloc(self.index, max(nbytes, 1), out),
+            f"cuMemHostAlloc of {nbytes} bytes",
+        )
+        lib, device, pointer = self.lib, self.index, out[0]
+
+        def free(_: Any) -> None:
+            if sys is not None and not sys.is_finalizing():
+                lib.attnrt_cuda_host_free(device, pointer)
+
+        owner = self.ffi.gc(self.ffi.cast("char *", pointer), free)
+        return np.frombuffer(self.ffi.buffer(owner, max(nbytes, 1)), np.uint8)[:nbytes]
+
+    def host(self, address: int, nbytes: int, owner: Any) -> np.ndarray:
+        raise AssertionError("device memory is not written by the host")
+
+    def copy(self, address: int, source: np.ndarray, nbytes: int, stream: int) -> None:
+        pointer = self.ffi.cast("void *", source.ctypes.data)
+        check(
+            self.lib.attnrt_cuda_memcpy_htod_async(self.index, address, pointer, nbytes, stream),
+            "cuMemcpyHtoDAsync",
+        )
+
+    def record(self, stream: int) -> Any:
+        event = _Event(self.index)
+        check(self.lib.attnrt_cuda_event_record(self.index, event.handle, stream), "cuEventRecord")
+        return event
+
+    def wait_host(self, event: Any) -> None:
+        check(self.lib.attnrt_cuda_event_sync(self.index, event.handle), "cuEventSynchronize")
+
+    def wait_stream(self, stream: int, event: Any) -> None:
+        check(self.lib.attnrt_cuda_stream_wait(self.index, stream, event.handle), "cuStreamWaitEvent")
+
+    def order(self, stream: int) -> None:
+        """Nothing to do: our work goes to the callers' own streams, and buffers of ours that are filled outside one are filled
+        on the legacy stream, which orders itself."""
+
+    def capturing(self, stream: int) -> bool:
+        out = self.ffi.new("int *")
+        check(self.lib.attnrt_cuda_stream_capturing(self.index, stream, out), "cuStreamIsCapturing")
+        return out[0] != 0
+
+    def synchronize(self, stream: int) -> None:
+        """Wait for all work of a stream."""
+        check(self.lib.attnrt_cuda_stream_sync(self.index, stream), "cuStreamSynchronize")
+
+    def stream(self, stream: Any, view: Any = None) -> int:
+        """Native handle; of None: the current stream of the view's framework, or of the one GPU framework loaded."""
+        if stream is not None:
+            return stream_handle(stream)
+        framework = None if view is None else view.framework
+        if framework in _CURRENT_STREAM:
+            return _CURRENT_STREAM[framework](self.index)
+        if framework is not None and framework not in (None, "attnrt"):
+            return 0
+        loaded = [name for name in _CURRENT_STREAM if name in sys.modules and _uses_gpu(name)]
+        if len(loaded) > 1:
+            raise ArgumentError("stream", f"must be given: {' and '.join(loaded)} are both loaded", None)
+        return _CURRENT_STREAM[loaded[0]](self.index) if loaded else 0
+
+
+def _torch_stream(index: int) -> int:
+    # The raw getter: torch.cuda.current_stream() builds an object for 4 to 15 µs.
+    return sys.modules["torch"]._C._cuda_getCurrentRawStream(index)
+
+
+def _cupy_stream(index: int) -> int:
+    return sys.modules["cupy"].cuda.get_current_stream().ptr
+
+
+_CURRENT_STREAM = {"torch": _torch_stream, "cupy": _cupy_stream}
+
+
+def _uses_gpu(name: str) -> bool:
+    return name != "torch" or sys.modules["torch"].cuda.is_available()
+
+
+class Library:
+    """A loaded code image and its kernels.
+
+    Parameters
+    ----------
+    device : int
+    image : bytes
+        A cubin or fatbin.
+    """
+
+    def __init__(self, device: int, image: bytes) -> None:
+        self.device = device
+        self.ffi, self.lib = shim()
+        out = self.ffi.new("uint64_t *")
+        self._image = self.ffi.from_buffer(image)
+        check(self.lib.attnrt_cuda_library_load(device, self._image, out), "cuLibraryLoadData")
+        self.handle = out[0]
+
+    def kernel(self, name: str, smem: int = 0) -> int:
+        """Handle of a kernel, opted in to ``smem`` bytes of dynamic shared memory."""
+        out = self.ffi.new("uint64_t *")
+        check(
+            self.lib.attnrt_cuda_kernel_get(self.device, self.handle, name.encode(), out),
+            f"cuLibraryGetKernel {name}",
+        )
+        if smem > 48 << 10:
+            check(
+                self.lib.attnrt_cuda_kernel_set_smem(self.device, out[0], smem),
+                f"{smem} bytes of shared memory",
+            )
+        return out[0]
+
+    def number(self, name: str) -> int:
+        """Value of a constant int that the image exports."""
+        address, size, value = self.ffi.new("uint64_t *"), self.ffi.new("size_t *"), self.ffi.new("int *")
+        check(
+            self.lib.attnrt_cuda_library_global(self.device, self.handle, name.encode(), address, size), name
+        )
+        check(self.lib.attnrt_cuda_memcpy_dtoh(self.device, value, address[0], 4), f"reading {name}")
+        return value[0]
+
+    def attribute(self, kernel: int, attribute: int) -> int:
+        """A CUfunction_attribute of a kernel."""
+        out = self.ffi.new("int *")
+        check(
+            self.lib.attnrt_cuda_kernel_attribute(self.device, kernel, attribute, out), "cuKernelGetAttribute"
+        )
+        return out[0]
+
+
+def register() -> None:
+    """Tell the base layer how to reach GPUs."""
+    from attnrt.memory import register_ops
+
+    register_ops("cuda", CudaOps)

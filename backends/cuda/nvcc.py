@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backend "nvcc": the same texts compiled by nvcc into a shared library with a small C surface, called through cffi.
+
+It needs no NVRTC and no cuda-python: nvcc to compile, afterwards only the cached library and the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from attnrt.backends.cache import fetch, key_of
+from attnrt.backends.cuda import driver
+from attnrt.backends.cuda.common import CudaBackend, arch_of
+from attnrt.backends.cuda.render import ATTEND, THREADS
+from attnrt.errors import CompileError
+
+__all__ = ["NvccBackend", "find_nvcc", "load"]
+
+_SURFACE = """
+int attnrt_launch(int kernel, int device, unsigned grid, const void* params, void* stream);
+const char* attnrt_error(int code);
+"""
+
+
+@lru_cache(maxsize=1)
+def find_nvcc() -> tuple[str | None, tuple[str, ...]]:
+    """(path of nvcc or None, places tried): PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda."""
+    places = [shutil.which("nvcc")]
+    places += [
+        os.path.join(os.environ[name], "bin", "nvcc")
+        for name in ("CUDA_HOME", "CUDA_PATH")
+        if os.environ.get(name)
+    ]
+    places.append("/usr/local/cuda/bin/nvcc")
+    tried = tuple(place for place in places if place)
+    return next((place for place in tried if os.access(place, os.X_OK)), None), tried
+
+
+@lru_cache(maxsize=1)
+def _version() -> str:
+    nvcc, _ = find_nvcc()
+    assert nvcc is not None
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def host_text(names: tuple[str, ...]) -> str:
+    """The C surface of a library with these kernels: kernel i is names[i]."""
+    cases = "\n".join(
+        f"    case {i}: function = reinterpret_cast<const void*>(&{name}); smem = {'kSmem' if name == ATTEND else 0}; break;"
+        for i, name in enumerate(names)
+    )
+    smem = (
+        "constexpr int kSmem = attnrt::Layout<attnrt::Config, attnrt::Variant>::kOffsetMeta +\n"
+        "    sizeof(attnrt::Meta<attnrt::Layout<attnrt::Config, attnrt::Variant>>);\n"
+        if ATTEND in names
+        else ""
+    )
+    return f"""
+{smem}
+// Launches on the given device and puts the caller's current device back.
+extern "C" int attnrt_launch(int kernel, int device, unsigned grid, const void* params, void* stream) {{
+  const void* function = nullptr;
+  int smem = 0, before = 0;
+  switch (kernel) {{
+{cases}
+    default: return cudaErrorInvalidValue;
+  }}
+  cudaError_t code = cudaGetDevice(&before);
+  if (code == cudaSuccess && before != device) code = cudaSetDevice(device);
+  static bool ready[64][{len(names)}];
+  if (code == cudaSuccess && !ready[device][kernel]) {{
+    if (smem > 48 << 10) code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+    ready[device][kernel] = code == cudaSuccess;
+  }}
+  void* arguments[] = {{const_cast<void*>(params)}};
+  if (code == cudaSuccess) {{
+    code = cudaLaunchKernel(function, dim3(grid), dim3({THREADS}), arguments, smem, static_cast<cudaStream_t>(stream));
+  }}
+  if (before != device) cudaSetDevice(before);
+  return code;
+}}
+
+extern "C" const char* attnrt_error(int code) {{ return cudaGetErrorString(static_cast<cudaError_t>(code)); }}
+"""
+
+
+class SharedModule:
+    """A shared library of kernels, opened by cffi in ABI mode."""
+
+    def __init__(self, device: int, path: Path, names: tuple[str, ...]) -> None:
+        from cffi import FFI
+
+        self.ffi = FFI()
+        self.ffi.cdef(_SURFACE)
+        self.lib: Any = self.ffi.dlopen(str(path))
+        self.device, self.names = device, names
+
+    def launch(self, name: str, grid: int, arguments: bytes, stream: int) -> None:
+        pointer = self.ffi.cast("void *", stream)
+        code = self.lib.attnrt_launch(
+            self.names.index(name), self.device, grid, self.ffi.from_buffer(arguments), pointer
+        )
+        if code:
+            text = self.ffi.string(self.lib.attnrt_error(code)).decode()
+            raise driver.CudaError(f"launch of {name}", "must succeed", f"error {code}: {text}")
+
+
+def _flags(arch: str) -> list[str]:
+    compute = arch.replace("sm_", "compute_")
+    return ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", f"-gencode=arch={compute},code={arch}"]
+
+
+def compile_library(source: str, arch: str, path: Path, label: str) -> None:
+    """Compile a text to a shared library at ``path``; raises CompileError with nvcc's output."""
+    nvcc, tried = find_nvcc()
+    if nvcc is None:
+        raise CompileError(
+            label, "needs nvcc to be compiled", f"tried {', '.join(tried)}", 'Use backend="nvrtc"'
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "kernel.cu"
+        text.write_text(source)
+        done = subprocess.run(
+            [nvcc, *_flags(arch), str(text), "-o", str(path)], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        log = done.stdout + done.stderr
+        line = re.search(r"^(?!.*kernel\.cu)[\w.<>]+\((\d+)\): error", log, re.M)
+        first = re.search(r"^.*error.*$", log, re.M)
+        raise CompileError(
+            label,
+            "did not compile with nvcc",
+            first.group(0).strip() if first else done.returncode,
+            log=log,
+            line=int(line.group(1)) if line else None,
+        )
+
+
+class NvccBackend(CudaBackend):
+    """Kernels by nvcc."""
+
+    name = "nvcc"
+
+    def why_not_compiler(self) -> tuple[str, ...]:
+        nvcc, tried = find_nvcc()
+        return () if nvcc is not None else (f"nvcc is not found (tried {', '.join(tried)})",)
+
+    def load(self, source: str, names: tuple[str, ...], device: int, label: str) -> SharedModule:
+        arch, text = arch_of(device), source + host_text(names)
+        key = key_of("nvcc", _version(), repr(_flags(arch)), text)
+        path = fetch(key, ".so", label, lambda target: compile_library(text, arch, target, label))
+        return SharedModule(device, path, names)
+
+
+def load() -> NvccBackend:
+    """The backend; also tells the base layer how to reach GPUs."""
+    driver.register()
+    return NvccBackend()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backend "nvrtc": the kernels compiled at run time by NVRTC (cuda.core), cached on disk by content."""
+
+from __future__ import annotations
+
+import io
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from attnrt.backends.cache import fetch, key_of
+from attnrt.backends.cuda import driver
+from attnrt.backends.cuda.common import CudaBackend, arch_of
+from attnrt.backends.cuda.kernel import DriverModule
+from attnrt.backends.cuda.render import ATTEND
+from attnrt.errors import CompileError
+
+__all__ = ["NvrtcBackend", "compile_source", "load", "spilled", "warnings_of"]
+
+# ptxas says C7508..C7512 when it ignores setmaxnreg or serialises wgmma, with exit status 0.
+_WARNINGS = re.compile(r"C75\d\d[^\n]*")
+_SPILL = re.compile(r"(\d+) bytes spill stores")
+
+
+@lru_cache(maxsize=1)
+def _version() -> tuple[int, int]:
+    from cuda.bindings import nvrtc
+
+    status, major, minor = nvrtc.nvrtcVersion()
+    if int(status) != 0:
+        raise RuntimeError(f"nvrtcVersion: {status}")
+    return major, minor
+
+
+@lru_cache(maxsize=1)
+def why_not_nvrtc() -> str | None:
+    """Why NVRTC cannot be used here; None: it can."""
+    try:
+        import cuda.core  # noqa: F401
+
+        _version()
+    except Exception as error:  # loaders raise many kinds
+        return f"NVRTC cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); pip install attnrt[cuda]"
+    return None
+
+
+def _flags(arch: str) -> dict[str, object]:
+    return {"arch": arch, "std": "c++17", "ptxas_options": ["-v"]}
+
+
+def compile_source(source: str, arch: str, label: str) -> tuple[bytes, str]:
+    """(cubin, log) of a text.
+
+    Parameters
+    ----------
+    source : str
+    arch : str
+        "sm_90a", "sm_80", ...
+    label : str
+        For errors.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's log and, if the user's own text is at fault, its line.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    program = Program(source, code_type="c++", options=ProgramOptions(**_flags(arch)))  # type: ignore[arg-type]
+    try:
+        code = program.compile("cubin", logs=log)
+    except Exception as error:
+        text = str(error)
+        raise CompileError(
+            label, "did not compile with NVRTC", _first_error(text), log=text, line=_user_line(text)
+        ) from None
+    finally:
+        program.close()
+    return bytes(code.code), log.getvalue()
+
+
+def _first_error(text: str) -> str:
+    found = re.search(r"^.*error:.*$", text, re.M)
+    return found.group(0).strip() if found else text.strip().splitlines()[0]
+
+
+def _user_line(text: str) -> int | None:
+    """Line of the user's own C++ text: printed variants mark it by #line with the hook's label as the file."""
+    found = re.search(r"^(?!default_program)[\w.<>]+\((\d+)\): error", text, re.M)
+    return int(found.group(1)) if found else None
+
+
+def spilled(log: str) -> int:
+    """Bytes of spill stores that a ptxas log admits to, the worst kernel's."""
+    return max((int(n) for n in _SPILL.findall(log)), default=0)
+
+
+def warnings_of(log: str) -> list[str]:
+    """ptxas warnings of the kind that costs speed silently."""
+    return _WARNINGS.findall(log)
+
+
+class NvrtcBackend(CudaBackend):
+    """Kernels by NVRTC."""
+
+    name = "nvrtc"
+
+    def why_not_compiler(self) -> tuple[str, ...]:
+        reason = why_not_nvrtc()
+        return () if reason is None else (reason,)
+
+    def load(self, source: str, names: tuple[str, ...], device: int, label: str) -> DriverModule:
+        arch = arch_of(device)
+        key = key_of("nvrtc", repr(_version()), repr(_flags(arch)), source)
+
+        def write(path: Path) -> None:
+            code, log = compile_source(source, arch, label)
+            self.report(label, log)
+            path.write_bytes(code)
+
+        image = fetch(key, ".cubin", label, write).read_bytes()
+        return DriverModule(device, image, names, ATTEND in names)
+
+    def report(self, label: str, log: str) -> None:
+        """Warn of what ptxas did silently to a user's kernel; shipped ones are held to it by the compile tests."""
+        import warnings
+
+        for line in warnings_of(log):
+            warnings.warn(f"{label}: {line}", RuntimeWarning, stacklevel=2)
+        if spilled(log) > 256:
+            warnings.warn(f"{label}: {spilled(log)} bytes of registers spilled", RuntimeWarning, stacklevel=2)
+
+
+def load() -> NvrtcBackend:
+    """The backend; also tells the base layer how to reach GPUs."""
+    driver.register()
+    return NvrtcBackend()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tile a spec gets, and what that makes of the machine: the kernels' constants and the traits for the planner.
+
+A tile's keys and the division of them among four warps decide bits, so they come from a fixed table by head_dim and dtype, never
+from lengths. Rows per tile and CTAs per SM only decide time. The numbers follow from an occupancy model: registers hold
+acc[rows][head_dim_vo / 4] twice (a leaf and the total), shared memory holds Q, P and the stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attnrt.dtypes import as_dtype
+from attnrt.scheduler.base import NumericClass, Traits
+from attnrt.scheduler.machines import APPEND_RULER, DECODE_RULER, ONE_LEAF
+
+if TYPE_CHECKING:
+    from attnrt.spec import AttentionSpec
+
+__all__ = ["TileConfig", "tile_config", "traits_for"]
+
+#: Dtype names to the enumerators of kernels/types.cuh.
+ENUMERATORS = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """Constants of one instantiation of the tile kernel (``Config`` of kernels/layout.cuh).
+
+    Attributes
+    ----------
+    q_type, kv_type, out_type : str
+        Enumerators of ``Dtype``.
+    group, head_dim, head_dim_vo : int
+    m_blocks : int
+        16-row blocks per tile.
+    kv_tile : int
+        Keys per tile.
+    stages : int
+        Tiles in shared memory, at least 2.
+    shared_kv : bool
+    ctas_per_sm : int
+        For the register budget (__launch_bounds__) and the grid.
+    """
+
+    q_type: str
+    kv_type: str
+    out_type: str
+    group: int
+    head_dim: int
+    head_dim_vo: int
+    m_blocks: int
+    kv_tile: int
+    stages: int
+    shared_kv: bool
+    ctas_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        """Query-head rows per tile."""
+        return 16 * self.m_blocks
+
+
+def tile_config(spec: AttentionSpec) -> TileConfig:
+    """The tile of a spec."""
+    wide = max(spec.head_dim, spec.head_dim_vo)
+    if wide <= 128:
+        m_blocks, kv_tile, stages, ctas = 2, 64, 2, 2
+    elif wide <= 256:
+        m_blocks, kv_tile, stages, ctas = 1, 32, 2, 2
+    else:
+        m_blocks, kv_tile, stages, ctas = 1, 32, 2, 1
+    return TileConfig(
+        q_type=ENUMERATORS[spec.q_dtype],
+        kv_type=ENUMERATORS[spec.kv_dtype],
+        out_type=ENUMERATORS[spec.out_dtype],
+        group=spec.group,
+        head_dim=spec.head_dim,
+        head_dim_vo=spec.head_dim_vo,
+        m_blocks=m_blocks,
+        kv_tile=kv_tile,
+        stages=stages,
+        shared_kv=spec.shared_kv,
+        ctas_per_sm=ctas,
+    )
+
+
+def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str) -> Traits:
+    """What the planner needs to know of the tile kernel on a device with this many multiprocessors.
+
+    Decode and prefill rows have the same bits inside a leaf; only the rulers differ, so "token" mode is one class.
+    """
+    config = tile_config(spec)
+    q_tile = max(config.rows, spec.group)
+
+    def klass(name: str, max_rows: int | None, ruler: object) -> NumericClass:
+        return NumericClass(name=name, max_rows=max_rows, kv_tile=config.kv_tile, q_tile=q_tile, ruler=ruler)  # type: ignore[arg-type]
+
+    if deterministic == "token":
+        classes = (klass("token", None, DECODE_RULER),)
+    else:
+        classes = (
+            klass("decode", 64, DECODE_RULER),
+            klass("append", 2048, APPEND_RULER),
+            klass("prefill", None, ONE_LEAF),
+        )
+    # In units of one key of one KV head read from memory. A tile of 16 rows costs its loads; each further row block adds the
+    # multiply of the tile at the rate of mma.sync.
+    key_bytes = as_dtype(spec.kv_dtype).itemsize * (
+        spec.head_dim + (0 if spec.shared_kv else spec.head_dim_vo)
+    )
+    return Traits(
+        name=f"cuda-sm{multiprocessors}",
+        num_workers=multiprocessors * config.ctas_per_sm,
+        classes=classes,
+        alpha=1.0,
+        beta=1.0,
+        beta_rows=(spec.head_dim + spec.head_dim_vo) / (64 * key_bytes),
+        fixed=64.0,
+    )
