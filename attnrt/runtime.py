@@ -17,12 +17,12 @@ from attnrt.backends.base import Call
 from attnrt.device import CPU, Device
 from attnrt.dispatch import require
 from attnrt.errors import ArgumentError, CaptureError, DtypeError, PlanError
-from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
 from attnrt.formats.base import Features
+from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
 from attnrt.tensor import TensorView, empty_like_caller, make_view, signature, to_caller, view
 
 if TYPE_CHECKING:
-    from attnrt.backends.base import Backend, Kernel, Loaded
+    from attnrt.backends.base import Backend, Kernel
     from attnrt.formats.base import Index
     from attnrt.scheduler.base import Plan, Traits
     from attnrt.spec import AttentionSpec
@@ -250,7 +250,7 @@ class Runtime:
             if loaded.merge_rows.shape[0]:
                 kernel.merge(call)
             return
-        if handle != tenant.load_stream and handle != tenant.run_stream:
+        if handle not in tenant.ordered:
             self.workspace.order_run(tenant, handle)
         tenant.run_stream = handle
         kernel.attend(call)

@@ -13,51 +13,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from attnrt import layout as lay
-from attnrt.backends.base import Loaded, PartViews
+from attnrt.backends.base import Loaded
 from attnrt.device import Device
 from attnrt.errors import ArgumentError, CaptureError, LimitError
 from attnrt.formats.base import Features
-from attnrt.layout import PART_FIELDS, PLAN_FIELDS, CellLayout, Limits
-from attnrt.memory import ALIGN, DeviceOps, ops_of
+from attnrt.layout import PLAN_FIELDS, CellLayout, Limits
+from attnrt.loading import (
+    GROWTH,
+    Area,
+    Resident,
+    Staging,
+    bound_views,
+    make_resident,
+    write_index,
+    write_plan,
+)
+from attnrt.memory import ALIGN, ops_of
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS
 from attnrt.tensor import TensorView, make_view
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Backend
-    from attnrt.formats.base import BlockSparse, Requests
     from attnrt.scheduler.base import Plan, Traits
     from attnrt.spec import AttentionSpec
 
 __all__ = ["Limits", "Tenant", "Workspace"]
-
-#: Staging buffers: the host may run this many loads ahead of the device before it waits.
-RING = 3
-_GROWTH = 1.5
-_INT32 = np.dtype(np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class _Area:
-    """A span of device memory; ``address`` 0: none yet."""
-
-    address: int = 0
-    nbytes: int = 0
-    owner: Any = None
-
-
-@dataclass(slots=True, eq=False)
-class _Resident:
-    """An index in device memory: the parts it was made from (held, so that identity stays meaningful) and their views."""
-
-    parts: tuple[BlockSparse, ...]
-    requests: Requests
-    views: tuple[PartViews, ...]
-    qo_lens: TensorView
-    kv_lens: TensorView
-    bound_kv_lens: TensorView | None
 
 
 @dataclass(slots=True, eq=False)
@@ -70,43 +51,18 @@ class Tenant:
     number: int
     itemsize: int
     layout: CellLayout
-    cell: _Area = field(default_factory=_Area)
+    cell: Area = field(default_factory=Area)
     holds: int = -1
     claimed: bool = False
     loaded: Loaded | None = None
     event: Any = None
-    load_stream: int = 0
-    run_stream: int = 0
+    run_stream: int | None = None
+    ordered: set[int] = field(default_factory=set)  # streams whose work comes after the load
 
     @property
     def partial_dtype(self) -> str:
         """Dtype of the partial states."""
         return "float64" if self.itemsize == 8 else "float32"
-
-
-class _Staging:
-    """A ring of host buffers; each is free again when the copy from it is done."""
-
-    def __init__(self, ops: DeviceOps) -> None:
-        self.ops = ops
-        self.buffers: list[np.ndarray | None] = [None] * RING
-        self.events: list[Any] = [None] * RING
-        self.turn = 0
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """The next buffer, at least nbytes long; waits for its last copy."""
-        if self.events[self.turn] is not None:
-            self.ops.wait_host(self.events[self.turn])
-            self.events[self.turn] = None
-        found = self.buffers[self.turn]
-        if found is None or found.nbytes < nbytes:
-            found = self.buffers[self.turn] = self.ops.staging(lay.align(int(nbytes * _GROWTH)))
-        return found
-
-    def sent(self, event: Any) -> None:
-        """The buffer's copy has been enqueued and ``event`` follows it."""
-        self.events[self.turn] = event
-        self.turn = (self.turn + 1) % RING
 
 
 class Workspace:
@@ -149,9 +105,9 @@ class Workspace:
         self.device, self.tenants = _tenants(specs, limits, device, backend)
         self.ops = ops_of(self.device)
         self.lock = threading.Lock()
-        self._residents: list[_Resident | None] = [None] * len(self.tenants)
-        self._scratch = _Area()
-        self._staging = _Staging(self.ops)
+        self._residents: list[Resident | None] = [None] * len(self.tenants)
+        self._scratch = Area()
+        self._staging = Staging(self.ops)
         if limits is not None:
             self._carve(buffer)
 
@@ -202,7 +158,7 @@ class Workspace:
         plan_at, plan_bytes = lay.offsets(lay.sizes_of(plan))
         sizes = lay.index_sizes(plan.index, plan.parts)
         index_at, index_bytes = lay.offsets(sizes)
-        bound = _bound_views(plan, self.device)
+        bound = bound_views(plan, self.device)
         shared = self._resident(plan)
         place = self._place(tenant) if shared < 0 else shared
         self._reserve(tenant, place, plan_bytes, index_bytes if shared < 0 else 0, plan.num_slots, stream)
@@ -210,7 +166,7 @@ class Workspace:
         if shared < 0:
             home = self.tenants[place]
             address = home.cell.address + home.layout.base
-            resident = _resident(plan, address, index_at, bound, self.device, home.cell.owner)
+            resident = make_resident(plan, address, index_at, bound, self.device, home.cell.owner)
             self._residents[place] = None
         else:
             resident = self._residents[place]
@@ -218,7 +174,7 @@ class Workspace:
         index = (index_at, sizes) if shared < 0 else None
         self._send(tenant, place, loaded, kernel, (plan_at, plan_bytes), index, stream)
         self._residents[place], tenant.holds = resident, place
-        tenant.loaded, tenant.load_stream = loaded, stream
+        tenant.loaded, tenant.ordered = loaded, {stream}
         for number in range(
             len(self.tenants)
         ):  # let go of what nobody holds, so that its arrays can be freed
@@ -228,8 +184,9 @@ class Workspace:
 
     def order_run(self, tenant: Tenant, stream: int) -> None:
         """Make a run on another stream than its load's wait for the load."""
-        if tenant.event is not None and not self.ops.capturing(stream):
+        if not self.ops.capturing(stream):  # who replays a graph orders it after the load
             self.ops.wait_stream(stream, tenant.event)
+            tenant.ordered.add(stream)
 
     def _resident(self, plan: Plan) -> int:
         """Area whose index is this plan's, or -1."""
@@ -251,7 +208,7 @@ class Workspace:
 
     def _order_load(self, tenant: Tenant, stream: int) -> None:
         """What is about to be overwritten may still be read by runs enqueued on other streams."""
-        for other in {t.run_stream for t in self.tenants if t.loaded is not None} - {stream}:
+        for other in {t.run_stream for t in self.tenants if t.run_stream is not None} - {stream}:
             self.ops.wait_stream(stream, self.ops.record(other))
 
     def _send(
@@ -277,11 +234,11 @@ class Workspace:
         else:
             staged = self._staging.take(head + index_bytes)
             first, second = staged[:head], staged[head : head + index_bytes]
-        _write_plan(first, plan_at, loaded.plan)
+        write_plan(first, plan_at, loaded.plan)
         if tenant.header:
             kernel.pack_header(loaded, first[plan_bytes : plan_bytes + tenant.header])
         if index is not None:
-            _write_index(second, index[0], loaded.plan)
+            write_index(second, index[0], loaded.plan)
         if not self.ops.direct:
             if place == tenant.number:
                 self.ops.copy(start, staged, head + index_bytes, stream)
@@ -293,7 +250,7 @@ class Workspace:
             self._staging.sent(tenant.event)
 
     def _loaded(
-        self, tenant: Tenant, plan: Plan, plan_at: list[int], plan_bytes: int, resident: _Resident
+        self, tenant: Tenant, plan: Plan, plan_at: list[int], plan_bytes: int, resident: Resident
     ) -> Loaded:
         start = tenant.cell.address + tenant.layout.plan - plan_bytes
         counts = (
@@ -338,9 +295,9 @@ class Workspace:
             address, owner = _own_buffer(buffer, self.device, total)
         address = lay.align(address)
         for tenant in self.tenants:
-            tenant.cell = _Area(address, tenant.layout.cell, owner)
+            tenant.cell = Area(address, tenant.layout.cell, owner)
             address += tenant.layout.cell
-        self._scratch = _Area(address, max(t.layout.scratch for t in self.tenants), owner)
+        self._scratch = Area(address, max(t.layout.scratch for t in self.tenants), owner)
 
     def _reserve(
         self, tenant: Tenant, place: int, plan_bytes: int, index_bytes: int, slots: int, stream: int
@@ -364,18 +321,18 @@ class Workspace:
     def _grow(self, tenant: Tenant, plan_bytes: int, index_bytes: int, slots: int) -> None:
         old = tenant.layout
         plan, index = _grown(old.plan, plan_bytes), _grown(old.index, index_bytes)
-        count = slots if slots <= old.slots else max(slots, int(old.slots * _GROWTH))
+        count = slots if slots <= old.slots else max(slots, int(old.slots * GROWTH))
         acc, ml = lay.scratch_sizes(tenant.spec, max(count, old.slots), tenant.itemsize)
         new = CellLayout(
             plan=plan, header=old.header, index=index, slots=max(count, old.slots), acc=acc, ml=ml
         )
         if new.cell > tenant.cell.nbytes or tenant.cell.address == 0:
             address, owner = self.ops.allocate(max(new.cell, ALIGN))
-            tenant.cell = _Area(address, max(new.cell, ALIGN), owner)
+            tenant.cell = Area(address, max(new.cell, ALIGN), owner)
             self._forget(tenant)
         if new.scratch > self._scratch.nbytes or self._scratch.address == 0:
             address, owner = self.ops.allocate(max(new.scratch, ALIGN))
-            self._scratch = _Area(address, max(new.scratch, ALIGN), owner)
+            self._scratch = Area(address, max(new.scratch, ALIGN), owner)
         tenant.layout = new
 
     def _forget(self, tenant: Tenant) -> None:
@@ -387,7 +344,7 @@ class Workspace:
 
 
 def _grown(old: int, needed: int) -> int:
-    return old if needed <= old else lay.align(max(int(old * _GROWTH), needed))
+    return old if needed <= old else lay.align(max(int(old * GROWTH), needed))
 
 
 def _tenants(
@@ -433,81 +390,3 @@ def _own_buffer(buffer: Any, device: Device, total: int) -> tuple[int, Any]:
             "buffer", total, view.nbytes, "Workspace.nbytes(...) gives the bytes that are needed"
         )
     return view.ptr, view
-
-
-def _bound_views(plan: Plan, device: Device) -> dict[tuple[int, str], TensorView]:
-    """Views of the arrays that runs read in place: (part, field), and (-1, "bound_kv_lens")."""
-    found: dict[tuple[int, str], TensorView] = {}
-    arrays = [(-1, "bound_kv_lens", plan.index.requests.bound_kv_lens, "int32")]
-    for number, part in enumerate(plan.parts):
-        for name, dtype in (("indices", "int32"), ("mask", "uint8")):
-            if lay.is_bound(part, name):
-                arrays.append((number, name, getattr(part, name), dtype))
-    for number, name, array, dtype in arrays:
-        if array is None:
-            continue
-        view = TensorView(array, dtype)
-        if view.device != device:
-            raise ArgumentError(name, f"must be on {device}, where it is read", str(view.device))
-        if not view.is_compact:
-            raise ArgumentError(name, "must be contiguous", repr(view))
-        found[number, name] = view
-    return found
-
-
-def _resident(
-    plan: Plan,
-    address: int,
-    at: list[int],
-    bound: dict[tuple[int, str], TensorView],
-    device: Device,
-    owner: Any,
-) -> _Resident:
-    """Views of an index whose slots lie at ``address + at[i]``."""
-    spots = iter(at)
-    requests = plan.index.requests
-    lens = [
-        make_view(address + next(spots), array.shape, "int32", device, owner=owner)
-        for array in (requests.qo_lens, requests.kv_lens)
-    ]
-    parts = []
-    for number, part in enumerate(plan.parts):
-        views: dict[str, TensorView | None] = {}
-        for name, dtype in PART_FIELDS.items():
-            spot = next(spots)
-            array = getattr(part, name)
-            if (number, name) in bound:
-                views[name] = bound[number, name]
-            elif array is None:
-                views[name] = None
-            else:
-                views[name] = make_view(address + spot, array.shape, dtype, device, owner=owner)
-        parts.append(PartViews(block_size=part.block_size[1], heads=part.heads, **views))
-    return _Resident(plan.parts, requests, tuple(parts), *lens, bound.get((-1, "bound_kv_lens")))
-
-
-def _put(target: np.ndarray, at: int, array: np.ndarray) -> None:
-    if array.nbytes:
-        target[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
-
-
-def _write_plan(target: np.ndarray, at: list[int], plan: Plan) -> None:
-    merge = plan.merge
-    arrays = (plan.work.worker_indptr, merge.rows, merge.slots, merge.leaves, plan.work.items)
-    for spot, array in zip(at, arrays, strict=True):
-        assert array.dtype == _INT32 and array.flags.c_contiguous
-        _put(target, spot, array)
-
-
-def _write_index(target: np.ndarray, at: list[int], plan: Plan) -> None:
-    spots = iter(at)
-    requests = plan.index.requests
-    _put(target, next(spots), requests.qo_lens)
-    _put(target, next(spots), requests.kv_lens)
-    for part in plan.parts:
-        for name, dtype in PART_FIELDS.items():
-            spot = next(spots)
-            array = getattr(part, name)
-            if array is not None and not lay.is_bound(part, name):
-                assert array.dtype == dtype and array.flags.c_contiguous, name
-                _put(target, spot, array)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from attnrt.device import Device
-    from attnrt.tensor import TensorView
-
     from attnrt.formats.base import Features
     from attnrt.scheduler.base import Plan, Traits
     from attnrt.spec import AttentionSpec
+    from attnrt.tensor import TensorView
 
 __all__ = ["AppendCall", "Backend", "Call", "Kernel", "Loaded", "PagedView", "PartViews"]
 
