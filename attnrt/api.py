@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attnrt.dispatch import resolve
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.base import BlockSparse, Composite, Features
-from attnrt.runtime import Runtime
+from attnrt.runtime import Runtime, features_of_plan
 from attnrt.scheduler import make_plan
 from attnrt.spec import DETERMINISM, AttentionSpec
 from attnrt.tensor import TensorView
@@ -232,8 +232,7 @@ class Attention:
 
     def prepare(self, index: Index) -> None:
         """Compile what an index needs, so that neither plan nor run does."""
-        self._runtime.check_index(index)
-        self._runtime.compile(index.features)
+        self._runtime.compile(features_of_plan(self.plan(index, load=False)))
 
     def profile(self, q: Any, kv: Any, **run_args: Any) -> Any:
         """Measured (worker, start_ns, stop_ns) of every item of the loaded plan, int64 [items, 3].

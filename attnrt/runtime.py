@@ -18,6 +18,7 @@ from attnrt.device import CPU, Device
 from attnrt.dispatch import require
 from attnrt.errors import ArgumentError, CaptureError, DtypeError, PlanError
 from attnrt.formats.base import Features
+from attnrt.formats.composite import features_of
 from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
 from attnrt.tensor import TensorView, empty_like_caller, make_view, signature, to_caller, view
 
@@ -113,7 +114,7 @@ class Runtime:
         """Load a plan; see Attention.load."""
         self.check_plan(plan)
         handle = self.ops.stream(stream)
-        kernel = self.compile(plan.index.features)
+        kernel = self.compile(features_of_plan(plan))
         if not self.lock.acquire(blocking=False):
             raise _busy("load")
         try:
@@ -345,6 +346,14 @@ class Runtime:
             raise CaptureError("out", "must be given inside a capture", None, "run() may not allocate there")
         if return_lse and lse is None:
             raise CaptureError("lse", "must be given inside a capture", None, "run() may not allocate there")
+
+
+def features_of_plan(plan: Plan) -> Features:
+    """Features of what the kernels read: the index's, unless its cuts were moved to leaf boundaries."""
+    parts, index = plan.parts, plan.index
+    if len(parts) == len(index.parts) and all(a is b for a, b in zip(parts, index.parts, strict=True)):
+        return index.features
+    return features_of(parts)
 
 
 def _scale(value: Any) -> float:

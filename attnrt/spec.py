@@ -74,7 +74,10 @@ class AttentionSpec:
             )
         put("q_dtype", as_dtype(self.q_dtype, "q_dtype").name)
         put("kv_dtype", self.q_dtype if self.kv_dtype is None else as_dtype(self.kv_dtype, "kv_dtype").name)
-        put("out_dtype", self.q_dtype if self.out_dtype is None else as_dtype(self.out_dtype, "out_dtype").name)
+        put(
+            "out_dtype",
+            self.q_dtype if self.out_dtype is None else as_dtype(self.out_dtype, "out_dtype").name,
+        )
         put("variant", compose(self.variant))
         if self.kv_layout not in KV_LAYOUTS:
             raise ArgumentError("kv_layout", "must be 'NHD' or 'HND'", repr(self.kv_layout))
