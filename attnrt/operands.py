@@ -115,6 +115,9 @@ class Form:
                 self.q.shape[0],
                 "Plan with pad_to to pad",
             )
+        for label, result in (("out", self.out), ("lse", self.lse)):
+            if result is not None and result.shape[0] != needs.num_rows:
+                raise ArgumentError(label, f"must have q's {needs.num_rows} rows", result.shape[0])
         size = self.k.page_size
         if size and any(n not in (1, size) for n in needs.page_sizes):
             raise PlanError("kv", f"must have pages of {needs.page_size} tokens, as the loaded plan", size)
@@ -194,12 +197,12 @@ def read_form(rules: Rules, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Form:
     if out is not None:
         out_view = as_view(out, "out", rules.out_dtype, device)
         check_rows(out_view, "out", spec.num_qo_heads, spec.head_dim_vo)
-        check_result(out_view, "out", q_view.shape[0])
+        check_result(out_view, "out")
     if lse is not None:
         lse_view = as_view(lse, "lse", rules.lse_dtype, device)
         if len(lse_view.shape) != 2 or lse_view.shape[1] != spec.num_qo_heads:
             raise ArgumentError("lse", f"must be [rows, {spec.num_qo_heads}]", list(lse_view.shape))
-        check_result(lse_view, "lse", q_view.shape[0])
+        check_result(lse_view, "lse")
     return Form(q=q_view, k=k_pool, v=v_pool, out=out_view, lse=lse_view)
 
 
@@ -219,10 +222,8 @@ def check_last(view: TensorView, label: str) -> None:
         )
 
 
-def check_result(view: TensorView, label: str, rows: int) -> None:
-    """A place for results: as many rows as q, writable, no element twice."""
-    if view.shape[0] != rows:
-        raise ArgumentError(label, f"must have q's {rows} rows", view.shape[0])
+def check_result(view: TensorView, label: str) -> None:
+    """A place for results: writable, no element twice."""
     if view.readonly or view.immutable:
         raise ArgumentError(
             label,
