@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: Apache-2.0
+// One work item: queries of a block row against a range of its keys, for a range of KV heads.
+//
+// Few rows (token_major): tiles outside, heads inside, so that a page that holds all heads of a token is read once, in
+// order; K and V are multiplied where they lie. Many rows: heads outside; a tile's K is transposed into panels of NR keys, its
+// V cut into panels of NR numbers, and both are multiplied by blocks of MR rows. Which of the two is a numeric class; all
+// other choices here (blocks, order of heads, skipped tiles, direct or widened rows) change no bit. Leaves of a folded run
+// fold left to right; under the pairwise tree the planner gives every leaf its own state.
+
+template <class V>
+struct Attend {
+  const attnrt_call &call;
+  const attnrt::ParamRef *p;
+  const WorkItem &item;
+  const attnrt_part &part;
+  const attnrt_class &klass;
+  int group, num_queries, rows, heads_at_once;  // rows: num_queries * group, of one KV head
+  int dim, dim_vo, dim_pad, dim_vo_pad, kv_tile;
+  bool direct_k, direct_v;  // rows of K (V) can be multiplied where they lie
+  Tile tile;
+  float *zeros, *q, *run_acc, *leaf_acc, *run_ml, *leaf_ml, *s, *alpha, *k_wide, *v_wide;
+  RowOf<V> *row_of;
+  Sight *sight;
+  int32_t *seen;
+  const void **k_row, **v_row;
+  RowLoops k_loops, v_loops, wide_loops;
+  WidenRow widen_k, widen_v;
+
+  Attend(const attnrt_call &c, const WorkItem &i)
+      : call(c), p(static_cast<const attnrt::ParamRef *>(c.params)), item(i), part(c.plan.parts[i.part]),
+        klass(c.plan.classes[i.klass]), group(c.num_qo_heads / c.num_kv_heads), num_queries(i.q_end - i.q_begin),
+        rows(num_queries * group), heads_at_once(klass.token_major ? i.head_end - i.head_begin : 1), dim(c.head_dim),
+        dim_vo(c.head_dim_vo), dim_pad((dim + NR - 1) / NR * NR), dim_vo_pad((dim_vo + NR - 1) / NR * NR),
+        kv_tile(klass.kv_tile), widen_k(widen_row_of(c.kv_dtype)), widen_v(widen_row_of(c.kv_dtype)) {
+    const bool small = c.kv_dtype != ATTNRT_F32;
+    direct_k = !V::has_key && dim % W == 0 && !(small && rows > 4);
+    direct_v = !V::has_value && dim_vo % W == 0 && !(small && rows > 4);
+    wide_loops = row_loops<F32>();
+    k_loops = direct_k ? loops_of(c.kv_dtype) : wide_loops;
+    v_loops = direct_v ? loops_of(c.kv_dtype) : wide_loops;
+  }
+
+  static RowLoops loops_of(int dtype) {
+    switch (dtype) {
+      case ATTNRT_F16: return row_loops<F16>();
+      case ATTNRT_BF16: return row_loops<BF16>();
+      case ATTNRT_E4M3: return row_loops<E4M3>();
+      case ATTNRT_E5M2: return row_loops<E5M2>();
+      default: return row_loops<F32>();
+    }
+  }
+
+  void carve(Carve &c) {
+    const int64_t all = static_cast<int64_t>(rows) * heads_at_once;
+    zeros = c.take<float>(dim_pad > dim_vo_pad ? dim_pad : dim_vo_pad);
+    q = c.take<float>(all * dim_pad);
+    run_acc = c.take<float>(all * dim_vo_pad);
+    leaf_acc = c.take<float>(all * dim_vo_pad);
+    run_ml = c.take<float>(all * 2);
+    leaf_ml = c.take<float>(all * 2);
+    s = c.take<float>(static_cast<int64_t>(rows) * kv_tile);
+    alpha = c.take<float>(rows);
+    k_wide = c.take<float>(static_cast<int64_t>(kv_tile) * dim_pad + 8 * dim_pad);
+    v_wide = c.take<float>(static_cast<int64_t>(kv_tile) * dim_vo_pad + dim_vo_pad);
+    row_of = c.take<RowOf<V>>(all);
+    sight = c.take<Sight>(rows);
+    seen = c.take<int32_t>(kv_tile);
+    k_row = c.take<const void *>(kv_tile + 8);
+    v_row = c.take<const void *>(kv_tile + 8);
+    tile.pos = c.take<int32_t>(kv_tile);
+    tile.live = c.take<int32_t>(kv_tile);
+    tile.slot = c.take<int64_t>(kv_tile);
+    tile.k = c.take<int64_t>(kv_tile);
+    tile.v = c.take<int64_t>(kv_tile);
+  }
+
+  bool run() {
+    Carve count{nullptr};
+    carve(count);
+    if (!scratch().reserve(count.used)) return false;
+    Carve memory{scratch().memory};
+    carve(memory);
+    for (int d = 0; d < dim_pad || d < dim_vo_pad; ++d) zeros[d] = 0.0f;
+    for (int head = item.head_begin; head < item.head_end; head += heads_at_once) run_heads(head);
+    return true;
+  }
+
+  // ---- rows ----
+
+  void load_rows(int head0) {
+    const attnrt_plan &plan = call.plan;
+    const WidenRow widen_q = widen_row_of(call.q_dtype);
+    for (int h = 0; h < heads_at_once; ++h)
+      for (int r = 0; r < rows; ++r) {
+        const int query = item.q_begin + r / group, request = part.request[query];
+        const int kv_len = plan.bound_kv_lens ? plan.bound_kv_lens[request] : plan.kv_lens[request];
+        RowOf<V> &row = row_of[h * rows + r];
+        attnrt::Ctx &c = row.ctx;
+        c.request = request;
+        c.qo_pos = part.qo_pos[query] - (plan.kv_lens[request] - kv_len);
+        c.kv_pos = 0;
+        c.kv_slot = 0;
+        c.kv_head = head0 + h;
+        c.qo_head = c.kv_head * group + r % group;
+        c.qo_row = part.qo_index ? part.qo_index[query] : query;
+        c.qo_len = plan.qo_lens[request];
+        c.kv_len = kv_len;
+        row.row = V::row(p, c);
+        row.low = INT32_MIN;
+        row.high = INT32_MAX;
+        if constexpr (V::has_mask) V::visible(row.row, row.low, row.high);
+        row.limit = kv_len;
+        row.mask_from = INT64_MAX;
+        row.mask_bit = 0;
+        if (part.mask && part.mask_offset[query] >= 0) {
+          row.mask_from = part.mask_begin[item.row];
+          row.mask_bit = part.mask_offset[query] - row.mask_from;
+        }
+        float *to = q + static_cast<int64_t>(h * rows + r) * dim_pad;
+        widen_q(call.q, c.qo_row * call.q_stride_row + c.qo_head * call.q_stride_head, dim, dim_pad, to);
+        if constexpr (V::has_query) {
+          const int count = attnrt::pair_count(V::query_pairing, V::query_dim ? V::query_dim : dim);
+          const int over = V::query_dim ? V::query_dim : dim;
+          for (int d = 0; d < count; ++d)
+            V::query(p, c, d, to[attnrt::pair_first(V::query_pairing, d)], to[attnrt::pair_second(V::query_pairing, over, d)]);
+        }
+      }
+  }
+
+  // ---- K and V of a tile ----
+
+  attnrt::Ctx key_ctx(int head, int j) const {
+    attnrt::Ctx c = row_of[0].ctx;
+    c.kv_head = head;
+    c.qo_head = head * group;
+    c.kv_pos = tile.pos[j];
+    c.kv_slot = tile.slot[j];
+    return c;
+  }
+
+  // Row j of K widened to float32, hook applied; zeros if the key is dead.
+  void wide_k_row(int head, int j, float *to) const {
+    if (!tile.live[j]) {
+      __builtin_memset(to, 0, sizeof(float) * static_cast<size_t>(dim_pad));
+      return;
+    }
+    widen_k(call.k.ptr, tile.k[j] + head * call.k.stride_head, dim, dim_pad, to);
+    if constexpr (V::has_key) {
+      const attnrt::Ctx c = key_ctx(head, j);
+      const int over = V::key_dim ? V::key_dim : dim, count = attnrt::pair_count(V::key_pairing, over);
+      for (int d = 0; d < count; ++d)
+        V::key(p, c, d, to[attnrt::pair_first(V::key_pairing, d)], to[attnrt::pair_second(V::key_pairing, over, d)]);
+    }
+  }
+
+  void wide_v_row(int head, int j, float *to) const {
+    if (!tile.live[j]) {
+      __builtin_memset(to, 0, sizeof(float) * static_cast<size_t>(dim_vo_pad));
+      return;
+    }
+    widen_v(call.v.ptr, tile.v[j] + head * call.v.stride_head, dim_vo, dim_vo_pad, to);
+    if constexpr (V::has_value) {
+      const attnrt::Ctx c = key_ctx(head, j);
+      const int over = V::value_dim ? V::value_dim : dim_vo, count = attnrt::pair_count(V::value_pairing, over);
+      for (int d = 0; d < count; ++d)
+        V::value(p, c, d, to[attnrt::pair_first(V::value_pairing, d)], to[attnrt::pair_second(V::value_pairing, over, d)]);
+    }
+  }
+
+  // Addresses of rows [k0, k1) and of as many more as the loops read ahead.
+  void point_rows(int head, int k0, int k1) {
+    const int64_t size = element_size(call.kv_dtype);
+    const char *k = static_cast<const char *>(call.k.ptr), *v = static_cast<const char *>(call.v.ptr);
+    for (int j = k0; j < k1; ++j) {
+      const bool live = tile.live[j] != 0;
+      k_row[j] = live ? k + (tile.k[j] + head * call.k.stride_head) * size : static_cast<const void *>(zeros);
+      v_row[j] = live ? v + (tile.v[j] + head * call.v.stride_head) * size : static_cast<const void *>(zeros);
+      if (!direct_k) {
+        float *to = k_wide + static_cast<int64_t>(j) * dim_pad;
+        wide_k_row(head, j, to);
+        k_row[j] = to;
+      }
+    }
+    for (int j = k1; j < k1 + 8; ++j) k_row[j] = k_row[k1 - 1], v_row[j] = v_row[k1 - 1];
+  }
+
+  void widen_values(int head, int k0, int k1) {
+    for (int j = k0; j < k1; ++j) {
+      float *to = v_wide + static_cast<int64_t>(j) * dim_vo_pad;
+      wide_v_row(head, j, to);
+      v_row[j] = to;
+    }
+  }
+
+  void scores_few(int h, int head, int r0, int r1, int k0, int k1) {
+    point_rows(head, k0, k1);
+    const float *from = q + static_cast<int64_t>(h) * rows * dim_pad;
+    const int length = direct_k ? dim : (dim + W - 1) / W * W;
+    for (int r = r0; r < r1; r += 4) {
+      const int n = r1 - r < 4 ? r1 - r : 4;
+      k_loops.dots[n - 1](from + static_cast<int64_t>(r) * dim_pad, dim_pad, k_row, k0, k1, length,
+                          s + static_cast<int64_t>(r) * kv_tile, kv_tile, r == r0 && direct_k && direct_v ? v_row : nullptr);
+    }
+    if (!direct_v) widen_values(head, k0, k1);
+  }
+
+  void values_few(int h, int r0, int r1, int k0, int k1, bool uneven) {
+    float *acc = leaf_acc + static_cast<int64_t>(h) * rows * dim_vo_pad;
+    const int length = (dim_vo + W - 1) / W * W;
+    for (int r = r0; r < r1; r += 4) {
+      const int n = r1 - r < 4 ? r1 - r : 4;
+      v_loops.accumulate[uneven][n - 1](s + static_cast<int64_t>(r) * kv_tile, kv_tile, v_row, k0, k1, length,
+                                        acc + static_cast<int64_t>(r) * dim_vo_pad, dim_vo_pad, alpha + r);
+    }
+  }
+
+  void scores_many(int head, int r0, int r1, int k0, int k1) {
+    const int64_t size = element_size(call.kv_dtype);
+    const bool in_place = call.kv_dtype == ATTNRT_F32 && !V::has_key;
+    float *wide = k_wide + static_cast<int64_t>(kv_tile) * dim_pad;
+    for (int j = k0 / NR * NR; j < k1; j += NR) {
+      float *panel = k_wide + static_cast<int64_t>(j) * dim_pad;
+      for (int i = 0; i < NR; i += 8) {
+        const float *row[8];
+        for (int n = 0; n < 8; ++n) {
+          const int key = j + i + n;
+          const bool live = key >= k0 && key < k1 && tile.live[key];
+          if (!live) {
+            row[n] = zeros;
+          } else if (in_place) {
+            row[n] = reinterpret_cast<const float *>(static_cast<const char *>(call.k.ptr) +
+                                                     (tile.k[key] + head * call.k.stride_head) * size);
+          } else {
+            float *to = wide + n * dim_pad;
+            wide_k_row(head, key, to);
+            row[n] = to;
+          }
+        }
+        transpose8(row, dim, panel + i);
+      }
+      panel_scores_all(r1 - r0, q + static_cast<int64_t>(r0) * dim_pad, dim_pad, panel, dim,
+                       s + static_cast<int64_t>(r0) * kv_tile + j, kv_tile);
+    }
+  }
+
+  void values_many(int head, int r0, int r1, int k0, int k1, bool uneven) {
+    float *wide = v_wide + static_cast<int64_t>(kv_tile) * dim_vo_pad;
+    for (int j = k0; j < k1; ++j) {
+      const float *row = wide;
+      if (!tile.live[j]) {
+        row = zeros;
+      } else if (call.kv_dtype == ATTNRT_F32 && !V::has_value && dim_vo % NR == 0) {
+        row = static_cast<const float *>(call.v.ptr) + tile.v[j] + head * call.v.stride_head;
+      } else {
+        wide_v_row(head, j, wide);
+      }
+      for (int d = 0; d < dim_vo_pad; d += NR) {
+        float *to = v_wide + static_cast<int64_t>(d) * kv_tile + j * NR;
+        store(to, load(row + d));
+        store(to + W, load(row + d + W));
+      }
+    }
+    for (int d = 0; d < dim_vo_pad; d += NR) {
+      const float *panel = v_wide + static_cast<int64_t>(d) * kv_tile;
+      float *acc = leaf_acc + static_cast<int64_t>(r0) * dim_vo_pad + d;
+      const float *weights = s + static_cast<int64_t>(r0) * kv_tile;
+      if (uneven)
+        panel_accumulate_all<true>(r1 - r0, weights, kv_tile, panel, k0, k1, acc, dim_vo_pad, alpha + r0);
+      else
+        panel_accumulate_all<false>(r1 - r0, weights, kv_tile, panel, k0, k1, acc, dim_vo_pad, alpha + r0);
+    }
+  }
+
+  // ---- one tile of one head: h counts the heads held at once ----
+
+  void step(int h, int head) {
+    const RowOf<V> *mine = row_of + static_cast<int64_t>(h) * rows;
+    int r0 = rows, r1 = 0, k0 = kv_tile, k1 = 0;
+    for (int r = 0; r < rows; ++r) {
+      sight[r] = sight_of<V>(mine[r], tile);
+      if (sight[r].begin >= sight[r].end) continue;
+      if (r < r0) r0 = r;
+      r1 = r + 1;
+      if (sight[r].begin < k0) k0 = sight[r].begin;
+      if (sight[r].end > k1) k1 = sight[r].end;
+    }
+    if (r0 >= r1) return;
+    if (klass.token_major)
+      scores_few(h, head, r0, r1, k0, k1);
+    else
+      scores_many(head, r0, r1, k0, k1);
+    bool uneven = false;
+    float *ml = leaf_ml + static_cast<int64_t>(h) * rows * 2;
+    for (int r = r0; r < r1; ++r)
+      alpha[r] = weights_of<V>(mine[r], p, part, tile, sight[r], k0, k1, call.sm_scale, seen, s + static_cast<int64_t>(r) * kv_tile,
+                               ml + 2 * r, &uneven);
+    if (klass.token_major)
+      values_few(h, r0, r1, k0, k1, uneven);
+    else
+      values_many(head, r0, r1, k0, k1, uneven);
+  }
+
+  // ---- leaves ----
+
+  static void clear(float *ml, float *acc, int64_t count, int64_t stride) {
+    for (int64_t i = 0; i < count; ++i) {
+      ml[2 * i] = minus_infinity();
+      ml[2 * i + 1] = 0.0f;
+    }
+    __builtin_memset(acc, 0, sizeof(float) * static_cast<size_t>(count * stride));
+  }
+
+  void run_leaf(int leaf, int head0) {
+    const int64_t start = leaf_start(klass, leaf), next = leaf_start(klass, leaf + 1);
+    const int64_t lo = start > item.kv_begin ? start : item.kv_begin, hi = next < item.kv_end ? next : item.kv_end;
+    for (tile.first = start + (lo - start) / kv_tile * kv_tile; tile.first < hi; tile.first += kv_tile) {
+      const int64_t end = next < item.kv_end ? next : item.kv_end;
+      if (part.heads == 1) resolve(call, part, item.row, 0, lo, end, kv_tile, tile);
+      for (int h = 0; h < heads_at_once; ++h) {
+        if (part.heads != 1) resolve(call, part, item.row, head0 + h, lo, end, kv_tile, tile);
+        if (tile.begin < tile.end) step(h, head0 + h);
+      }
+    }
+  }
+
+  void store_state(int state, int head0, const float *ml, const float *acc) const {
+    for (int h = 0; h < heads_at_once; ++h)
+      for (int r = 0; r < rows; ++r) {
+        const int64_t at = h * rows + r, slot = item.slot + static_cast<int64_t>(state) * num_queries + r / group;
+        const int64_t to = slot * call.num_qo_heads + (head0 + h) * group + r % group;
+        call.plan.partial_ml[2 * to] = ml[2 * at];
+        call.plan.partial_ml[2 * to + 1] = ml[2 * at + 1];
+        float *out = call.plan.partial_acc + to * dim_vo;
+        const float *in = acc + at * dim_vo_pad;
+        const bool empty = is_empty(ml + 2 * at);
+        for (int d = 0; d < dim_vo; ++d) out[d] = empty ? 0.0f : in[d];
+      }
+  }
+
+  void fold_all(float *a_ml, float *a_acc, const float *b_ml, const float *b_acc) const {
+    const int64_t count = static_cast<int64_t>(rows) * heads_at_once;
+    for (int64_t i = 0; i < count; ++i)
+      combine(a_ml + 2 * i, a_acc + i * dim_vo_pad, b_ml + 2 * i, b_acc + i * dim_vo_pad, dim_vo);
+  }
+
+  void run_heads(int head0) {
+    const int64_t count = static_cast<int64_t>(rows) * heads_at_once;
+    load_rows(head0);
+    clear(run_ml, run_acc, count, dim_vo_pad);
+    const bool fold = item.fold || item.slot < 0;
+    for (int leaf = item.leaf_begin; leaf < item.leaf_end; ++leaf) {
+      clear(leaf_ml, leaf_acc, count, dim_vo_pad);
+      run_leaf(leaf, head0);
+      if (!fold)
+        store_state(leaf - item.leaf_begin, head0, leaf_ml, leaf_acc);
+      else
+        fold_all(run_ml, run_acc, leaf_ml, leaf_acc);
+    }
+    if (!fold) return;
+    if (item.slot >= 0) {
+      store_state(0, head0, run_ml, run_acc);
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i)
+      finish<V>(call, p, row_of[i].ctx, row_of[i].ctx.qo_row, run_ml + 2 * i, run_acc + i * dim_vo_pad);
+  }
+};
+
+template <class V>
+static int attend_worker(const attnrt_call *call, int worker, int) {
+  const attnrt_plan &plan = call->plan;
+  const WorkItem *items = reinterpret_cast<const WorkItem *>(plan.items);
+  for (int i = plan.worker_indptr[worker]; i < plan.worker_indptr[worker + 1]; ++i) {
+    Attend<V> attend(*call, items[i]);
+    if (!attend.run()) return 1;
+  }
+  return 0;
+}

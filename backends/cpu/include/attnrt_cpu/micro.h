@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// The four inner loops. All that a row's bits see of them is the order of operations of one (row, key) or (row, d) pair, and
+// that order is the same for every number of rows R, so that rows may share a tile with any others:
+//
+//   dots           score = lane i adds q[d] * k[d] for d = i, i + W, ... by fma, then sum_lanes' tree  (few rows)
+//   panel_scores   score = fma over d = 0, 1, ... in one lane per key                                  (many rows)
+//   accumulate_*   acc[d] = fma over visible keys in rising order, after one multiply by alpha         (both)
+//
+// A key that a row may not see carries weight -0.0; with kSafe its V is never multiplied for that row, so that NaN there does
+// no harm. Without kSafe every key of the range is visible to every row.
+
+constexpr int NR = 2 * W;  // keys (or numbers of V) per packed panel
+
+ATTNRT_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+
+template <bool kSafe>
+ATTNRT_INLINE vf accumulate(vf p, vf v, vf acc) {
+  if constexpr (kSafe) return select(bits_of(p) == splat_int(INT32_MIN), acc, fma(p, v, acc));
+  return fma(p, v, acc);
+}
+
+// ---- few rows: lanes over head_dim ----
+
+// s[r * lds + j] = q[r] . k[j] for j in [k0, k1); reads k[j] up to the next multiple of 8 past k1 and writes as far.
+// `ahead`: rows to fetch while these are multiplied, or null.
+template <class T, int R>
+static void dots(const float *q, int64_t ldq, const void *const *k, int k0, int k1, int dim, float *s, int64_t lds,
+                 const void *const *ahead) {
+  constexpr int K = R == 1 ? 8 : R == 2 ? 4 : 2;
+  typedef const typename T::type *Row;
+  for (int j = k0; j < k1; j += K) {
+    vf acc[8];
+    for (int i = 0; i < 8; ++i) acc[i] = splat(0.0f);
+    Row rows[K], next[K];
+    for (int i = 0; i < K; ++i) rows[i] = static_cast<Row>(k[j + i]);
+    for (int i = 0; i < K; ++i) next[i] = static_cast<Row>(ahead ? ahead[j + i] : k[j + i]);
+    for (int d = 0; d < dim; d += W) {
+      if (ahead && (d * sizeof(typename T::type)) % 64 == 0)
+        for (int i = 0; i < K; ++i) prefetch(next[i] + d);
+      vf x[R];
+      for (int r = 0; r < R; ++r) x[r] = load(q + r * ldq + d);
+      for (int i = 0; i < K; ++i) {
+        const vf y = T::load8(rows[i] + d);
+        for (int r = 0; r < R; ++r) acc[i * R + r] = fma(x[r], y, acc[i * R + r]);
+      }
+    }
+    float sums[8];
+    sum_lanes8(acc, sums);
+    for (int i = 0; i < K; ++i)
+      for (int r = 0; r < R; ++r) s[r * lds + j + i] = sums[i * R + r];
+  }
+}
+
+// acc[r][d : d + N * W] over rows v[j] of memory.
+template <class T, int R, int N, bool kSafe>
+ATTNRT_INLINE void accumulate_strip(const float *p, int64_t ldp, const void *const *v, int k0, int k1, int d, float *acc,
+                                    int64_t lda, const float *alpha) {
+  typedef const typename T::type *Row;
+  vf sum[R][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * lda + d + n * W) * splat(alpha[r]);
+  for (int j = k0; j < k1; ++j) {
+    const Row row = static_cast<Row>(v[j]) + d;
+    vf x[N];
+    for (int n = 0; n < N; ++n) x[n] = T::load8(row + n * W);
+    for (int r = 0; r < R; ++r) {
+      const vf weight = splat(p[r * ldp + j]);
+      for (int n = 0; n < N; ++n) sum[r][n] = accumulate<kSafe>(weight, x[n], sum[r][n]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(acc + r * lda + d + n * W, sum[r][n]);
+}
+
+template <class T, int R, bool kSafe>
+static void accumulate_rows(const float *p, int64_t ldp, const void *const *v, int k0, int k1, int dim, float *acc,
+                            int64_t lda, const float *alpha) {
+  constexpr int N = R == 1 ? 8 : R == 2 ? 4 : 2;  // enough independent sums to hide the latency of fma
+  int d = 0;
+  for (; d + N * W <= dim; d += N * W) accumulate_strip<T, R, N, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha);
+  for (; d < dim; d += W) accumulate_strip<T, R, 1, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha);
+}
+
+typedef void (*Dots)(const float *, int64_t, const void *const *, int, int, int, float *, int64_t, const void *const *);
+typedef void (*AccumulateRows)(const float *, int64_t, const void *const *, int, int, int, float *, int64_t, const float *);
+
+// Loops for one element type; [R - 1], and [safe][R - 1].
+struct RowLoops {
+  Dots dots[4];
+  AccumulateRows accumulate[2][4];
+};
+
+template <class T>
+ATTNRT_INLINE RowLoops row_loops() {
+  return {{dots<T, 1>, dots<T, 2>, dots<T, 3>, dots<T, 4>},
+          {{accumulate_rows<T, 1, false>, accumulate_rows<T, 2, false>, accumulate_rows<T, 3, false>, accumulate_rows<T, 4, false>},
+           {accumulate_rows<T, 1, true>, accumulate_rows<T, 2, true>, accumulate_rows<T, 3, true>, accumulate_rows<T, 4, true>}}};
+}
+
+// ---- many rows: packed panels ----
+
+constexpr int MR = W == 16 ? 12 : W == 8 ? 6 : 4;  // rows whose 2 * MR sums fill the vector registers
+
+// Keys 0..7 of 8 rows, transposed: panel[d * NR + i] = rows[i][d].
+ATTNRT_INLINE void transpose8(const float *const *rows, int dim, float *panel) {
+  int d = 0;
+#if ATTNRT_LANES >= 8
+  for (; d + 8 <= dim; d += 8) {
+    __m256 x[8], y[8];
+    for (int i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(rows[i] + d);
+    for (int i = 0; i < 4; ++i) {
+      y[2 * i] = _mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]);
+      y[2 * i + 1] = _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      x[4 * i] = _mm256_shuffle_ps(y[4 * i], y[4 * i + 2], 0x44);
+      x[4 * i + 1] = _mm256_shuffle_ps(y[4 * i], y[4 * i + 2], 0xee);
+      x[4 * i + 2] = _mm256_shuffle_ps(y[4 * i + 1], y[4 * i + 3], 0x44);
+      x[4 * i + 3] = _mm256_shuffle_ps(y[4 * i + 1], y[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+      _mm256_storeu_ps(panel + (d + i) * NR, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+      _mm256_storeu_ps(panel + (d + i + 4) * NR, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+    }
+  }
+#endif
+  for (; d < dim; ++d)
+    for (int i = 0; i < 8; ++i) panel[d * NR + i] = rows[i][d];
+}
+
+// s[r][0 : NR] = q[r] . panel, one lane per key.
+template <int R>
+static void panel_scores(const float *q, int64_t ldq, const float *panel, int dim, float *s, int64_t lds) {
+  vf sum[R][2];
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = splat(0.0f);
+  for (int d = 0; d < dim; ++d) {
+    const vf k0 = load(panel + d * NR), k1 = load(panel + d * NR + W);
+    for (int r = 0; r < R; ++r) {
+      const vf x = splat(q[r * ldq + d]);
+      sum[r][0] = fma(x, k0, sum[r][0]);
+      sum[r][1] = fma(x, k1, sum[r][1]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    store(s + r * lds, sum[r][0]);
+    store(s + r * lds + W, sum[r][1]);
+  }
+}
+
+// acc[r][0 : NR] over keys [k0, k1) of a packed V panel [key][NR].
+template <int R, bool kSafe>
+static void panel_accumulate(const float *p, int64_t ldp, const float *panel, int k0, int k1, float *acc, int64_t lda,
+                             const float *alpha) {
+  vf sum[R][2];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < 2; ++n) sum[r][n] = load(acc + r * lda + n * W) * splat(alpha[r]);
+  for (int j = k0; j < k1; ++j) {
+    const vf v0 = load(panel + j * NR), v1 = load(panel + j * NR + W);
+    for (int r = 0; r < R; ++r) {
+      const vf weight = splat(p[r * ldp + j]);
+      sum[r][0] = accumulate<kSafe>(weight, v0, sum[r][0]);
+      sum[r][1] = accumulate<kSafe>(weight, v1, sum[r][1]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < 2; ++n) store(acc + r * lda + n * W, sum[r][n]);
+}
+
+typedef void (*PanelScores)(const float *, int64_t, const float *, int, float *, int64_t);
+typedef void (*PanelAccumulate)(const float *, int64_t, const float *, int, int, float *, int64_t, const float *);
+
+// Blocks of at most MR rows: full ones, then one of what is left, built as a sum of powers of two so that few sizes exist.
+template <int R>
+ATTNRT_INLINE void scores_tail(int &rows, const float *&q, int64_t ldq, const float *panel, int dim, float *&s, int64_t lds) {
+  while (rows >= R) {
+    panel_scores<R>(q, ldq, panel, dim, s, lds);
+    q += R * ldq;
+    s += R * lds;
+    rows -= R;
+  }
+}
+
+static void panel_scores_all(int rows, const float *q, int64_t ldq, const float *panel, int dim, float *s, int64_t lds) {
+  scores_tail<MR>(rows, q, ldq, panel, dim, s, lds);
+  if constexpr (MR > 6) scores_tail<6>(rows, q, ldq, panel, dim, s, lds);
+  if constexpr (MR > 4) scores_tail<4>(rows, q, ldq, panel, dim, s, lds);
+  scores_tail<2>(rows, q, ldq, panel, dim, s, lds);
+  scores_tail<1>(rows, q, ldq, panel, dim, s, lds);
+}
+
+template <int R, bool kSafe>
+ATTNRT_INLINE void accumulate_tail(int &rows, const float *&p, int64_t ldp, const float *panel, int k0, int k1, float *&acc,
+                                   int64_t lda, const float *&alpha) {
+  while (rows >= R) {
+    panel_accumulate<R, kSafe>(p, ldp, panel, k0, k1, acc, lda, alpha);
+    p += R * ldp;
+    acc += R * lda;
+    alpha += R;
+    rows -= R;
+  }
+}
+
+template <bool kSafe>
+static void panel_accumulate_all(int rows, const float *p, int64_t ldp, const float *panel, int k0, int k1, float *acc,
+                                 int64_t lda, const float *alpha) {
+  accumulate_tail<MR, kSafe>(rows, p, ldp, panel, k0, k1, acc, lda, alpha);
+  if constexpr (MR > 6) accumulate_tail<6, kSafe>(rows, p, ldp, panel, k0, k1, acc, lda, alpha);
+  if constexpr (MR > 4) accumulate_tail<4, kSafe>(rows, p, ldp, panel, k0, k1, acc, lda, alpha);
+  accumulate_tail<2, kSafe>(rows, p, ldp, panel, k0, k1, acc, lda, alpha);
+  accumulate_tail<1, kSafe>(rows, p, ldp, panel, k0, k1, acc, lda, alpha);
+}

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of floats for one instruction family, as compiler vector types: one source for AVX-512, AVX2 + FMA and plain C++.
+//
+// This header and all that follow it are included inside a namespace of the family, after the compiler's target is set (see
+// kernels.h), so that three families live in one library. The build uses -ffp-contract=off: a multiply and an add are two
+// roundings unless the text says `fma`. Where fma is one rounding and where it is two is part of the numeric class.
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define ATTNRT_LANES 16
+#elif defined(__AVX2__) && defined(__FMA__)
+#define ATTNRT_LANES 8
+#else
+#define ATTNRT_LANES 4
+#endif
+
+constexpr int W = ATTNRT_LANES;
+
+typedef float vf __attribute__((vector_size(4 * ATTNRT_LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * ATTNRT_LANES)));
+typedef float vf_mem __attribute__((vector_size(4 * ATTNRT_LANES), aligned(4), may_alias));
+typedef int32_t vi_mem __attribute__((vector_size(4 * ATTNRT_LANES), aligned(4), may_alias));
+
+#define ATTNRT_INLINE static inline __attribute__((always_inline))
+
+ATTNRT_INLINE vf load(const float *p) { return *reinterpret_cast<const vf_mem *>(p); }
+ATTNRT_INLINE void store(float *p, vf x) { *reinterpret_cast<vf_mem *>(p) = x; }
+ATTNRT_INLINE vi load_int(const int32_t *p) { return *reinterpret_cast<const vi_mem *>(p); }
+ATTNRT_INLINE void store_int(int32_t *p, vi x) { *reinterpret_cast<vi_mem *>(p) = x; }
+ATTNRT_INLINE vi bits_of(vf x) { return reinterpret_cast<vi>(x); }
+ATTNRT_INLINE vf float_of(vi x) { return reinterpret_cast<vf>(x); }
+
+ATTNRT_INLINE vf splat(float x) {
+#if ATTNRT_LANES == 16
+  return _mm512_set1_ps(x);
+#elif ATTNRT_LANES == 8
+  return _mm256_set1_ps(x);
+#else
+  return vf{x, x, x, x};
+#endif
+}
+
+ATTNRT_INLINE vi splat_int(int32_t x) {
+#if ATTNRT_LANES == 16
+  return reinterpret_cast<vi>(_mm512_set1_epi32(x));
+#elif ATTNRT_LANES == 8
+  return reinterpret_cast<vi>(_mm256_set1_epi32(x));
+#else
+  return vi{x, x, x, x};
+#endif
+}
+
+ATTNRT_INLINE vf fma(vf a, vf b, vf c) {
+#if ATTNRT_LANES == 16
+  return _mm512_fmadd_ps(a, b, c);
+#elif ATTNRT_LANES == 8
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+ATTNRT_INLINE vi iota() {
+#if ATTNRT_LANES == 16
+  return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif ATTNRT_LANES == 8
+  return vi{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+  return vi{0, 1, 2, 3};
+#endif
+}
+
+ATTNRT_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+ATTNRT_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
+
+ATTNRT_INLINE bool any(vi mask) {
+#if ATTNRT_LANES == 16
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) != 0;
+#elif ATTNRT_LANES == 8
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
+#else
+  return (mask[0] | mask[1] | mask[2] | mask[3]) < 0;
+#endif
+}
+
+// Largest lane; no lane is NaN.
+ATTNRT_INLINE float max_lane(vf x) {
+  float best = x[0];
+  for (int i = 1; i < W; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+// Sum of the lanes as a fixed tree of neighbours: ((0+1)+(2+3))+((4+5)+(6+7)). Sixteen lanes add their upper half to the
+// lower one first.
+ATTNRT_INLINE float sum_lanes(vf x) {
+#if ATTNRT_LANES == 16
+  float y[16], z[8];
+  store(y, x);
+  for (int i = 0; i < 8; ++i) z[i] = y[i] + y[i + 8];
+  return ((z[0] + z[1]) + (z[2] + z[3])) + ((z[4] + z[5]) + (z[6] + z[7]));
+#elif ATTNRT_LANES == 8
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+#else
+  return (x[0] + x[1]) + (x[2] + x[3]);
+#endif
+}
+
+// out[i] = sum_lanes(x[i]) of eight vectors, bit for bit.
+ATTNRT_INLINE void sum_lanes8(const vf *x, float *out) {
+#if ATTNRT_LANES >= 8
+#if ATTNRT_LANES == 16
+  __m256 y[8];
+  for (int i = 0; i < 8; ++i) y[i] = _mm256_add_ps(_mm512_castps512_ps256(x[i]), _mm512_extractf32x8_ps(x[i], 1));
+#else
+  const __m256 *y = reinterpret_cast<const __m256 *>(x);
+#endif
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(y[4], y[5]), _mm256_hadd_ps(y[6], y[7]));
+  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+#else
+  for (int i = 0; i < 8; ++i) out[i] = sum_lanes(x[i]);
+#endif
+}
+
+// 2^x for x <= 0: degree 6 on [-1/2, 1/2] (minimax, relative error of the polynomial 2e-9), results below 2^-126 are 0, NaN stays.
+ATTNRT_INLINE vf exp2_nonpositive(vf x) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const vf low = splat(-126.0f);
+  const vf y = x < low ? low : x;
+  const vf shifted = y + magic;
+  const vf f = y - (shifted - magic);
+  vf p = splat(1.5353360e-4f);
+  p = fma(p, f, splat(1.3398875e-3f));
+  p = fma(p, f, splat(9.6184374e-3f));
+  p = fma(p, f, splat(5.5503325e-2f));
+  p = fma(p, f, splat(2.4022648e-1f));
+  p = fma(p, f, splat(6.9314720e-1f));
+  p = fma(p, f, splat(1.0f));
+  const vi exponent = (bits_of(shifted) - bits_of(magic) + 127) << 23;
+  return select(x < low, splat(0.0f), p * float_of(exponent));
+}
+
+// One lane of the vector form, so that a fold uses the same function as a tile.
+ATTNRT_INLINE float exp2_nonpositive(float x) { return exp2_nonpositive(splat(x))[0]; }
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+constexpr double LN_2 = 0.693147180559945309417;
+ATTNRT_INLINE float minus_infinity() { return -__builtin_inff(); }
