@@ -37,6 +37,7 @@ typedef struct {
   const int32_t *kv_end;       // [rows * heads] exclusive
   const int32_t *kv_offset;    // [rows] offset in the request of list entry 0
   const uint8_t *mask;         // packed bits, little-endian in a byte
+  int64_t mask_bytes;          // bits past them are unset
   const int64_t *mask_offset;  // [queries] first bit, -1: no mask
   const int32_t *mask_begin;   // [rows] offset in the request of the first masked key
 } attnrt_part;
@@ -83,6 +84,7 @@ typedef struct {
   int64_t lse_stride_row, lse_stride_head;
   float sm_scale;
   const void *params;  // the variant's own table
+  const void *loops;   // inner loops of the family the kernel was compiled for
 } attnrt_call;
 
 // Rows of K and V to store into a pool; slot < 0 skips the row.
@@ -112,6 +114,25 @@ typedef struct {
 
 // One worker's share: returns 0, or 1 when memory ran out.
 typedef int (*attnrt_worker)(const attnrt_call *call, int worker, int num_workers);
+
+// The machine code of one variant.
+typedef struct {
+  attnrt_worker attend, merge;
+} attnrt_kernel;
+
+// Instruction families that this machine runs, best first; null past the last.
+const char *attnrt_family_name(int family);
+const void *attnrt_loops(int family);
+// Prebuilt kernel `variant` (its place in prebuilt.h) of a family.
+attnrt_kernel attnrt_prebuilt(int family, int variant);
+// Load a compiled library and fill `kernel`; returns null, or what went wrong.
+const char *attnrt_load(const char *path, attnrt_kernel *kernel);
+// Run `worker` for workers 0 .. num_workers - 1 on at most num_threads threads. Returns 0, or 1 when memory ran out.
+int attnrt_run(attnrt_worker worker, const attnrt_call *call, int num_workers, int num_threads);
+int attnrt_store_rows(int family, const attnrt_store *store);
+int attnrt_copy_pages(const attnrt_page_copy *copy);
+// Read `bytes` of memory with num_threads threads; the machine's read bandwidth is what it takes. Returns a sum.
+double attnrt_read(const void *memory, int64_t bytes, int num_threads);
 // [cffi end]
 
 #ifdef __cplusplus

@@ -23,31 +23,21 @@ struct Attend {
   Sight *sight;
   int32_t *seen;
   const void **k_row, **v_row;
-  RowLoops k_loops, v_loops, wide_loops;
-  WidenRow widen_k, widen_v;
+  const Loops &loops;
+  const RowLoops *k_loops, *v_loops;
+  WidenRow widen;
 
   Attend(const attnrt_call &c, const WorkItem &i)
       : call(c), p(static_cast<const attnrt::ParamRef *>(c.params)), item(i), part(c.plan.parts[i.part]),
         klass(c.plan.classes[i.klass]), group(c.num_qo_heads / c.num_kv_heads), num_queries(i.q_end - i.q_begin),
         rows(num_queries * group), heads_at_once(klass.token_major ? i.head_end - i.head_begin : 1), dim(c.head_dim),
         dim_vo(c.head_dim_vo), dim_pad((dim + NR - 1) / NR * NR), dim_vo_pad((dim_vo + NR - 1) / NR * NR),
-        kv_tile(klass.kv_tile), widen_k(widen_row_of(c.kv_dtype)), widen_v(widen_row_of(c.kv_dtype)) {
+        kv_tile(klass.kv_tile), loops(*static_cast<const Loops *>(c.loops)), widen(loops.widen[c.kv_dtype]) {
     const bool small = c.kv_dtype != ATTNRT_F32;
     direct_k = !V::has_key && dim % W == 0 && !(small && rows > 4);
     direct_v = !V::has_value && dim_vo % W == 0 && !(small && rows > 4);
-    wide_loops = row_loops<F32>();
-    k_loops = direct_k ? loops_of(c.kv_dtype) : wide_loops;
-    v_loops = direct_v ? loops_of(c.kv_dtype) : wide_loops;
-  }
-
-  static RowLoops loops_of(int dtype) {
-    switch (dtype) {
-      case ATTNRT_F16: return row_loops<F16>();
-      case ATTNRT_BF16: return row_loops<BF16>();
-      case ATTNRT_E4M3: return row_loops<E4M3>();
-      case ATTNRT_E5M2: return row_loops<E5M2>();
-      default: return row_loops<F32>();
-    }
+    k_loops = &loops.rows[direct_k ? c.kv_dtype : ATTNRT_F32];
+    v_loops = &loops.rows[direct_v ? c.kv_dtype : ATTNRT_F32];
   }
 
   void carve(Carve &c) {
@@ -89,11 +79,11 @@ struct Attend {
 
   void load_rows(int head0) {
     const attnrt_plan &plan = call.plan;
-    const WidenRow widen_q = widen_row_of(call.q_dtype);
+    const WidenRow widen_q = loops.widen[call.q_dtype];
     for (int h = 0; h < heads_at_once; ++h)
       for (int r = 0; r < rows; ++r) {
         const int query = item.q_begin + r / group, request = part.request[query];
-        const int kv_len = plan.bound_kv_lens ? plan.bound_kv_lens[request] : plan.kv_lens[request];
+        const int kv_len = kv_len_of(plan, request);
         RowOf<V> &row = row_of[h * rows + r];
         attnrt::Ctx &c = row.ctx;
         c.request = request;
@@ -144,7 +134,7 @@ struct Attend {
       __builtin_memset(to, 0, sizeof(float) * static_cast<size_t>(dim_pad));
       return;
     }
-    widen_k(call.k.ptr, tile.k[j] + head * call.k.stride_head, dim, dim_pad, to);
+    widen(call.k.ptr, tile.k[j] + head * call.k.stride_head, dim, dim_pad, to);
     if constexpr (V::has_key) {
       const attnrt::Ctx c = key_ctx(head, j);
       const int over = V::key_dim ? V::key_dim : dim, count = attnrt::pair_count(V::key_pairing, over);
@@ -158,7 +148,7 @@ struct Attend {
       __builtin_memset(to, 0, sizeof(float) * static_cast<size_t>(dim_vo_pad));
       return;
     }
-    widen_v(call.v.ptr, tile.v[j] + head * call.v.stride_head, dim_vo, dim_vo_pad, to);
+    widen(call.v.ptr, tile.v[j] + head * call.v.stride_head, dim_vo, dim_vo_pad, to);
     if constexpr (V::has_value) {
       const attnrt::Ctx c = key_ctx(head, j);
       const int over = V::value_dim ? V::value_dim : dim_vo, count = attnrt::pair_count(V::value_pairing, over);
@@ -198,7 +188,7 @@ struct Attend {
     const int length = direct_k ? dim : (dim + W - 1) / W * W;
     for (int r = r0; r < r1; r += 4) {
       const int n = r1 - r < 4 ? r1 - r : 4;
-      k_loops.dots[n - 1](from + static_cast<int64_t>(r) * dim_pad, dim_pad, k_row, k0, k1, length,
+      k_loops->dots[n - 1](from + static_cast<int64_t>(r) * dim_pad, dim_pad, k_row, k0, k1, length,
                           s + static_cast<int64_t>(r) * kv_tile, kv_tile, r == r0 && direct_k && direct_v ? v_row : nullptr);
     }
     if (!direct_v) widen_values(head, k0, k1);
@@ -209,7 +199,7 @@ struct Attend {
     const int length = (dim_vo + W - 1) / W * W;
     for (int r = r0; r < r1; r += 4) {
       const int n = r1 - r < 4 ? r1 - r : 4;
-      v_loops.accumulate[uneven][n - 1](s + static_cast<int64_t>(r) * kv_tile, kv_tile, v_row, k0, k1, length,
+      v_loops->accumulate[uneven][n - 1](s + static_cast<int64_t>(r) * kv_tile, kv_tile, v_row, k0, k1, length,
                                         acc + static_cast<int64_t>(r) * dim_vo_pad, dim_vo_pad, alpha + r);
     }
   }
@@ -236,9 +226,9 @@ struct Attend {
             row[n] = to;
           }
         }
-        transpose8(row, dim, panel + i);
+        loops.transpose8(row, dim, panel + i);
       }
-      panel_scores_all(r1 - r0, q + static_cast<int64_t>(r0) * dim_pad, dim_pad, panel, dim,
+      loops.panel_scores(r1 - r0, q + static_cast<int64_t>(r0) * dim_pad, dim_pad, panel, dim,
                        s + static_cast<int64_t>(r0) * kv_tile + j, kv_tile);
     }
   }
@@ -264,10 +254,7 @@ struct Attend {
       const float *panel = v_wide + static_cast<int64_t>(d) * kv_tile;
       float *acc = leaf_acc + static_cast<int64_t>(r0) * dim_vo_pad + d;
       const float *weights = s + static_cast<int64_t>(r0) * kv_tile;
-      if (uneven)
-        panel_accumulate_all<true>(r1 - r0, weights, kv_tile, panel, k0, k1, acc, dim_vo_pad, alpha + r0);
-      else
-        panel_accumulate_all<false>(r1 - r0, weights, kv_tile, panel, k0, k1, acc, dim_vo_pad, alpha + r0);
+      loops.panel_accumulate[uneven](r1 - r0, weights, kv_tile, panel, k0, k1, acc, dim_vo_pad, alpha + r0);
     }
   }
 

@@ -77,7 +77,7 @@ struct Merge {
     if (c.request >= 0) {
       const attnrt_plan &plan = call.plan;
       c.qo_len = plan.qo_lens[c.request];
-      c.kv_len = plan.bound_kv_lens ? plan.bound_kv_lens[c.request] : plan.kv_lens[c.request];
+      c.kv_len = kv_len_of(plan, c.request);
       c.qo_pos = plan.row_pos[row.qo_row] - (plan.kv_lens[c.request] - c.kv_len);
     }
     const int group = call.num_qo_heads / call.num_kv_heads;

@@ -9,7 +9,22 @@
 // A key that a row may not see carries weight -0.0; with kSafe its V is never multiplied for that row, so that NaN there does
 // no harm. Without kSafe every key of the range is visible to every row.
 
-constexpr int NR = 2 * W;  // keys (or numbers of V) per packed panel
+// out[i] = sum_lanes(x[i]) of eight vectors, bit for bit.
+ATTNRT_INLINE void sum_lanes8(const vf *x, float *out) {
+#if ATTNRT_LANES >= 8
+#if ATTNRT_LANES == 16
+  __m256 y[8];
+  for (int i = 0; i < 8; ++i) y[i] = _mm256_add_ps(_mm512_castps512_ps256(x[i]), _mm512_extractf32x8_ps(x[i], 1));
+#else
+  const __m256 *y = reinterpret_cast<const __m256 *>(x);
+#endif
+  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(y[4], y[5]), _mm256_hadd_ps(y[6], y[7]));
+  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+#else
+  for (int i = 0; i < 8; ++i) out[i] = sum_lanes(x[i]);
+#endif
+}
 
 ATTNRT_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 
@@ -81,17 +96,8 @@ static void accumulate_rows(const float *p, int64_t ldp, const void *const *v, i
   for (; d < dim; d += W) accumulate_strip<T, R, 1, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha);
 }
 
-typedef void (*Dots)(const float *, int64_t, const void *const *, int, int, int, float *, int64_t, const void *const *);
-typedef void (*AccumulateRows)(const float *, int64_t, const void *const *, int, int, int, float *, int64_t, const float *);
-
-// Loops for one element type; [R - 1], and [safe][R - 1].
-struct RowLoops {
-  Dots dots[4];
-  AccumulateRows accumulate[2][4];
-};
-
 template <class T>
-ATTNRT_INLINE RowLoops row_loops() {
+static constexpr RowLoops row_loops() {
   return {{dots<T, 1>, dots<T, 2>, dots<T, 3>, dots<T, 4>},
           {{accumulate_rows<T, 1, false>, accumulate_rows<T, 2, false>, accumulate_rows<T, 3, false>, accumulate_rows<T, 4, false>},
            {accumulate_rows<T, 1, true>, accumulate_rows<T, 2, true>, accumulate_rows<T, 3, true>, accumulate_rows<T, 4, true>}}};
@@ -102,7 +108,7 @@ ATTNRT_INLINE RowLoops row_loops() {
 constexpr int MR = W == 16 ? 12 : W == 8 ? 6 : 4;  // rows whose 2 * MR sums fill the vector registers
 
 // Keys 0..7 of 8 rows, transposed: panel[d * NR + i] = rows[i][d].
-ATTNRT_INLINE void transpose8(const float *const *rows, int dim, float *panel) {
+static void transpose8(const float *const *rows, int dim, float *panel) {
   int d = 0;
 #if ATTNRT_LANES >= 8
   for (; d + 8 <= dim; d += 8) {
@@ -166,9 +172,6 @@ static void panel_accumulate(const float *p, int64_t ldp, const float *panel, in
     for (int n = 0; n < 2; ++n) store(acc + r * lda + n * W, sum[r][n]);
 }
 
-typedef void (*PanelScores)(const float *, int64_t, const float *, int, float *, int64_t);
-typedef void (*PanelAccumulate)(const float *, int64_t, const float *, int, int, float *, int64_t, const float *);
-
 // Blocks of at most MR rows: full ones, then one of what is left, built as a sum of powers of two so that few sizes exist.
 template <int R>
 ATTNRT_INLINE void scores_tail(int &rows, const float *&q, int64_t ldq, const float *panel, int dim, float *&s, int64_t lds) {
@@ -209,3 +212,11 @@ static void panel_accumulate_all(int rows, const float *p, int64_t ldp, const fl
   accumulate_tail<2, kSafe>(rows, p, ldp, panel, k0, k1, acc, lda, alpha);
   accumulate_tail<1, kSafe>(rows, p, ldp, panel, k0, k1, acc, lda, alpha);
 }
+
+static const Loops loops = {
+    {row_loops<F32>(), row_loops<F16>(), row_loops<BF16>(), row_loops<E4M3>(), row_loops<E5M2>()},
+    {widen_row<F32>, widen_row<F16>, widen_row<BF16>, widen_row<E4M3>, widen_row<E5M2>},
+    transpose8,
+    panel_scores_all,
+    {panel_accumulate_all<false>, panel_accumulate_all<true>},
+};

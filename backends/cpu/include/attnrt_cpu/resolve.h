@@ -11,6 +11,14 @@ struct MergeRow {
 };
 static_assert(sizeof(MergeRow) == 5 * 4, "one column per field");
 
+// Keys of a request: the bound number where there is one, kept within what the plan was made for.
+ATTNRT_INLINE int kv_len_of(const attnrt_plan &plan, int request) {
+  const int most = plan.kv_lens[request];
+  if (!plan.bound_kv_lens) return most;
+  const int bound = plan.bound_kv_lens[request];
+  return bound < 0 ? 0 : bound < most ? bound : most;
+}
+
 // First offset of a leaf. Past the steps it may pass 2^31: 64-bit.
 static int64_t leaf_start(const attnrt_class &klass, int64_t leaf) {
   int64_t offset = 0;

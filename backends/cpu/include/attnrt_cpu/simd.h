@@ -5,9 +5,11 @@
 // kernels.h), so that three families live in one library. The build uses -ffp-contract=off: a multiply and an add are two
 // roundings unless the text says `fma`. Where fma is one rounding and where it is two is part of the numeric class.
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+// ATTNRT_TARGET_*: set where the target is an attribute that predefines no macro (clang).
+#if defined(ATTNRT_TARGET_AVX512) || \
+    (defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__))
 #define ATTNRT_LANES 16
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif defined(ATTNRT_TARGET_AVX2) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #define ATTNRT_LANES 8
 #else
 #define ATTNRT_LANES 4
@@ -29,33 +31,27 @@ ATTNRT_INLINE void store_int(int32_t *p, vi x) { *reinterpret_cast<vi_mem *>(p) 
 ATTNRT_INLINE vi bits_of(vf x) { return reinterpret_cast<vi>(x); }
 ATTNRT_INLINE vf float_of(vi x) { return reinterpret_cast<vf>(x); }
 
-ATTNRT_INLINE vf splat(float x) {
 #if ATTNRT_LANES == 16
-  return _mm512_set1_ps(x);
+#define ATTNRT_EACH(x) x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x
 #elif ATTNRT_LANES == 8
-  return _mm256_set1_ps(x);
+#define ATTNRT_EACH(x) x, x, x, x, x, x, x, x
 #else
-  return vf{x, x, x, x};
+#define ATTNRT_EACH(x) x, x, x, x
 #endif
-}
+ATTNRT_INLINE vf splat(float x) { return vf{ATTNRT_EACH(x)}; }
+ATTNRT_INLINE vi splat_int(int32_t x) { return vi{ATTNRT_EACH(x)}; }
 
-ATTNRT_INLINE vi splat_int(int32_t x) {
-#if ATTNRT_LANES == 16
-  return reinterpret_cast<vi>(_mm512_set1_epi32(x));
-#elif ATTNRT_LANES == 8
-  return reinterpret_cast<vi>(_mm256_set1_epi32(x));
-#else
-  return vi{x, x, x, x};
-#endif
-}
-
+// One rounding where the family has the instruction. GCC's own names spare a variant's compilation the half second that
+// <immintrin.h> takes.
 ATTNRT_INLINE vf fma(vf a, vf b, vf c) {
-#if ATTNRT_LANES == 16
-  return _mm512_fmadd_ps(a, b, c);
-#elif ATTNRT_LANES == 8
-  return _mm256_fmadd_ps(a, b, c);
-#else
+#if ATTNRT_LANES == 4
   return a * b + c;
+#elif defined(__clang__)
+  return __builtin_elementwise_fma(a, b, c);
+#elif ATTNRT_LANES == 16
+  return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4);
+#else
+  return __builtin_ia32_vfmaddps256(a, b, c);
 #endif
 }
 
@@ -72,13 +68,14 @@ ATTNRT_INLINE vi iota() {
 ATTNRT_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
 ATTNRT_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 
+// Whether some lane of a mask (0 or -1) is set.
 ATTNRT_INLINE bool any(vi mask) {
-#if ATTNRT_LANES == 16
-  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) != 0;
-#elif ATTNRT_LANES == 8
-  return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
+#if ATTNRT_LANES == 8
+  return __builtin_ia32_movmskps256(reinterpret_cast<vf>(mask)) != 0;
 #else
-  return (mask[0] | mask[1] | mask[2] | mask[3]) < 0;
+  int32_t all = 0;
+  for (int i = 0; i < W; ++i) all |= mask[i];
+  return all != 0;
 #endif
 }
 
@@ -101,23 +98,6 @@ ATTNRT_INLINE float sum_lanes(vf x) {
   return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 #else
   return (x[0] + x[1]) + (x[2] + x[3]);
-#endif
-}
-
-// out[i] = sum_lanes(x[i]) of eight vectors, bit for bit.
-ATTNRT_INLINE void sum_lanes8(const vf *x, float *out) {
-#if ATTNRT_LANES >= 8
-#if ATTNRT_LANES == 16
-  __m256 y[8];
-  for (int i = 0; i < 8; ++i) y[i] = _mm256_add_ps(_mm512_castps512_ps256(x[i]), _mm512_extractf32x8_ps(x[i], 1));
-#else
-  const __m256 *y = reinterpret_cast<const __m256 *>(x);
-#endif
-  const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
-  const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(y[4], y[5]), _mm256_hadd_ps(y[6], y[7]));
-  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
-#else
-  for (int i = 0; i < 8; ++i) out[i] = sum_lanes(x[i]);
 #endif
 }
 

@@ -58,7 +58,8 @@ static void fill_seen(const RowOf<V> &r, const attnrt::ParamRef *p, const attnrt
     const int64_t from = r.mask_from - tile.first;
     for (int j = from > s.begin ? static_cast<int>(from < s.end ? from : s.end) : s.begin; j < s.end; ++j) {
       const int64_t bit = r.mask_bit + tile.first + j;
-      seen[j] &= -static_cast<int32_t>((part.mask[bit >> 3] >> (bit & 7)) & 1);
+      const bool inside = bit >= 0 && bit < 8 * part.mask_bytes;
+      seen[j] &= inside ? -static_cast<int32_t>((part.mask[bit >> 3] >> (bit & 7)) & 1) : 0;
     }
   }
 }

@@ -5,9 +5,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__) || defined(__i386__)
-#include <immintrin.h>
-#endif
 
 #include "attnrt_cpu/abi.h"
 #include "attnrt_cpu/scratch.h"

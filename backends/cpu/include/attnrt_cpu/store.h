@@ -19,7 +19,7 @@ static int store_rows(const attnrt_store *call) {
   const int padded = (s.head_dim + W - 1) / W * W;
   if (!scratch().reserve(sizeof(float) * static_cast<size_t>(padded))) return 1;
   float *x = reinterpret_cast<float *>(scratch().memory);
-  const WidenRow widen = widen_row_of(s.src_dtype);
+  const WidenRow widen = loops.widen[s.src_dtype];
   const int64_t num_slots = s.dst.num_pages * s.dst.page_size, size = element_size(s.dst_dtype);
   const bool copy = s.src_dtype == s.dst_dtype && !s.inv_freq && !s.scale;
   for (int64_t row = 0; row < s.num_rows; ++row) {
