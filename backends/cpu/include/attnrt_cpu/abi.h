@@ -94,10 +94,6 @@ typedef struct {
   int64_t src_stride_row, src_stride_head;
   attnrt_pool dst;
   const int64_t *slots;      // [rows]
-  const int32_t *positions;  // [rows], read with a rotation
-  const float *inv_freq;     // [rope_dim / 2] angle per position unit, or null: no rotation
-  int32_t rope_dim, rope_interleaved;
-  float rope_scale;          // factor on cos and sin
   const float *scale;        // divides before the store; null: 1
   int64_t scale_stride_head; // 0: one scale for all heads
   int64_t num_rows;

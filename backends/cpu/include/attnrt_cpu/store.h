@@ -1,18 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// append(): rows of K or V into the pool, rotated, scaled and rounded on the way.
-
-// Angles as the variants' rope() forms them: position * inv_freq, both float32, one product.
-static void rotate(float *x, const attnrt_store &s, int position) {
-  const int half = s.rope_dim / 2;
-  for (int d = 0; d < half; ++d) {
-    const int a = s.rope_interleaved ? 2 * d : d, b = s.rope_interleaved ? 2 * d + 1 : d + half;
-    const float angle = static_cast<float>(position) * s.inv_freq[d];
-    const float cosine = cosf(angle) * s.rope_scale, sine = sinf(angle) * s.rope_scale;
-    const float x0 = x[a], x1 = x[b];
-    x[a] = x0 * cosine - x1 * sine;
-    x[b] = x1 * cosine + x0 * sine;
-  }
-}
+// append(): rows of K or V into the pool, scaled and rounded on the way.
 
 static int store_rows(const attnrt_store *call) {
   const attnrt_store &s = *call;
@@ -21,7 +8,7 @@ static int store_rows(const attnrt_store *call) {
   float *x = reinterpret_cast<float *>(scratch().memory);
   const WidenRow widen = loops.widen[s.src_dtype];
   const int64_t num_slots = s.dst.num_pages * s.dst.page_size, size = element_size(s.dst_dtype);
-  const bool copy = s.src_dtype == s.dst_dtype && !s.inv_freq && !s.scale;
+  const bool copy = s.src_dtype == s.dst_dtype && !s.scale;
   for (int64_t row = 0; row < s.num_rows; ++row) {
     const int64_t slot = s.slots[row];
     if (slot < 0 || slot >= num_slots) continue;
@@ -35,7 +22,6 @@ static int store_rows(const attnrt_store *call) {
         continue;
       }
       widen(s.src, from, s.head_dim, padded, x);
-      if (s.inv_freq) rotate(x, s, s.positions[row]);
       const float scale = s.scale ? s.scale[head * s.scale_stride_head] : 1.0f;
       for (int d = 0; d < s.head_dim; ++d) store_element(out, d, s.dst_dtype, s.scale ? x[d] / scale : x[d]);
     }
