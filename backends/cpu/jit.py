@@ -120,7 +120,9 @@ def why_not_compile(variant: Composed, family: str) -> list[str]:
     entry = cache_entry(variant, family)
     if entry is None:
         tried = config().cxx or ", ".join(COMPILERS)
-        return [f"the variant {variant!r} must be compiled, and no C++ compiler was found (tried {tried}; ATTNRT_CXX names one)"]
+        return [
+            f"the variant {variant!r} must be compiled, and no C++ compiler was found (tried {tried}; ATTNRT_CXX names one)"
+        ]
     if config().forbid_compile and str(entry) not in _loaded and not entry.exists():
         return [f"the variant {variant!r} must be compiled, and ATTNRT_FORBID_COMPILE is set"]
     return []
@@ -137,7 +139,9 @@ def compiled_kernel(variant: Composed, family: str) -> Code:
     entry = cache_entry(variant, family)
     label = f"variant {variant!r}"
     if entry is None:
-        raise CompileError(label, "must be compiled by a C++ compiler", "none", why_not_compile(variant, family)[0])
+        raise CompileError(
+            label, "must be compiled by a C++ compiler", "none", why_not_compile(variant, family)[0]
+        )
     key = str(entry)
     with _guard:
         lock = _locks.setdefault(key, threading.Lock())
@@ -148,7 +152,10 @@ def compiled_kernel(variant: Composed, family: str) -> Code:
         if found is None:
             if config().forbid_compile:
                 raise CompileError(
-                    label, "must not be compiled with ATTNRT_FORBID_COMPILE set", None, "Compile it before: attnrt.warmup"
+                    label,
+                    "must not be compiled with ATTNRT_FORBID_COMPILE set",
+                    None,
+                    "Compile it before: attnrt.warmup",
                 )
             found = _build(entry, render(variant), family, label)
         _loaded[key] = found
@@ -218,4 +225,6 @@ def _failed(label: str, compiler: str, log: str) -> CompileError:
     first = next((line for line in log.splitlines() if "error" in line), log[:200])
     place = re.search(r":(\d+):\d+:.*error", first)
     line = int(place.group(1)) if place else None
-    return CompileError(label, f"must compile with {compiler}", first.strip(), "The log has the rest", log=log, line=line)
+    return CompileError(
+        label, f"must compile with {compiler}", first.strip(), "The log has the rest", log=log, line=line
+    )

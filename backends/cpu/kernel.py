@@ -235,7 +235,9 @@ def _store(
         raise MemoryError("scratch memory of append")
 
 
-def copy_pages(cache: PagedView, source: np.ndarray, target: np.ndarray, num_heads: int, head_dim: int) -> None:
+def copy_pages(
+    cache: PagedView, source: np.ndarray, target: np.ndarray, num_heads: int, head_dim: int
+) -> None:
     """Copy pages ``source[i]`` over pages ``target[i]`` of a pool, in order (copy-on-write of shared pages).
 
     Parameters

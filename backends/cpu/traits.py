@@ -16,9 +16,7 @@ TOKEN_MAJOR = frozenset({"decode"})
 #: Up to this many query-head rows of a request packing its keys costs more than it saves.
 MOST_DECODE_ROWS = 16
 
-_DECODE = NumericClass(
-    name="decode", max_rows=MOST_DECODE_ROWS, kv_tile=64, q_tile=64, ruler=DECODE_RULER
-)
+_DECODE = NumericClass(name="decode", max_rows=MOST_DECODE_ROWS, kv_tile=64, q_tile=64, ruler=DECODE_RULER)
 _APPEND = NumericClass(name="append", max_rows=2048, kv_tile=64, q_tile=96, ruler=APPEND_RULER)
 _PREFILL = NumericClass(name="prefill", max_rows=None, kv_tile=64, q_tile=96, ruler=ONE_LEAF)
 # Every request in one class: short requests need leaves to be split at, long ones do not mind them.

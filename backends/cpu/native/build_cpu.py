@@ -29,8 +29,7 @@ ffibuilder.set_source(
     "attnrt.backends.cpu._native",
     '#include "attnrt_cpu/abi.h"\n',
     sources=[
-        _relative(name)
-        for name in ("host.cpp", "family_avx512.cpp", "family_avx2.cpp", "family_plain.cpp")
+        _relative(name) for name in ("host.cpp", "family_avx512.cpp", "family_avx2.cpp", "family_plain.cpp")
     ],
     include_dirs=[_relative("..", "include"), _relative("."), os.path.join("variants", "include")],
     # -ffp-contract=off: products and sums round apart unless a kernel says fma; see include/attnrt_cpu/simd.h.
