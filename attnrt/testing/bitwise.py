@@ -15,6 +15,7 @@ from attnrt.api import Attention
 from attnrt.dtypes import as_dtype
 from attnrt.layout import Limits
 from attnrt.testing.cases import Batch, Case, lay_out, poison_of, take
+from attnrt.testing.device import execute
 
 __all__ = [
     "Result",
@@ -63,7 +64,7 @@ def run_batch(
         as_dtype(spec.out_dtype).numpy
     )
     lse = np.full(out.shape[:2], np.nan, np.float32) if spec.composed.use_softmax else None
-    attn.run(q, batch.kv, out=out, lse=lse, **batch.params)
+    execute(attn, q, batch.kv, out=out, lse=lse, **batch.params)
     return Result(out=out, lse=lse)
 
 
@@ -132,7 +133,7 @@ def layout_invariance(case: Case, backend: Any, **layout: Any) -> None:
         ::2, :, :-1
     ]
     lse = np.zeros((spec.num_qo_heads, len(q)), np.float32).T if spec.composed.use_softmax else None
-    attn.run(q, batch.kv, out=out, lse=lse, **batch.params)
+    execute(attn, q, batch.kv, out=out, lse=lse, **batch.params)
     same(plain, Result(out=out, lse=lse), "strided q, out and lse")
 
 
@@ -216,7 +217,7 @@ def sentinel(case: Case, backend: Any, **layout: Any) -> None:
     block = np.full((rows + 4, spec.num_qo_heads, spec.head_dim_vo), mark, kind)
     lses = np.full((rows + 4, spec.num_qo_heads), SENTINEL, np.float32)
     lse = lses[2:-2] if spec.composed.use_softmax else None
-    attn.run(batch.q, batch.kv, out=block[2:-2], lse=lse, **batch.params)
+    execute(attn, batch.q, batch.kv, out=block[2:-2], lse=lse, **batch.params)
     for edge in (block[:2], block[-2:]):
         assert (_bits(edge) == _bits(mark)).all(), "rows outside of out were touched"
     assert (lses[:2] == SENTINEL).all() and (lses[-2:] == SENTINEL).all(), "rows outside of lse were touched"

@@ -166,6 +166,13 @@ class CudaOps:
             "cuMemcpyHtoDAsync",
         )
 
+    def fetch(self, address: int, nbytes: int) -> np.ndarray:
+        """Bytes of device memory, after all work of the legacy stream; waits."""
+        out = np.empty(nbytes, np.uint8)
+        pointer = self.ffi.cast("void *", out.ctypes.data)
+        check(self.lib.attnrt_cuda_memcpy_dtoh(self.index, pointer, address, nbytes), "cuMemcpyDtoH")
+        return out
+
     def record(self, stream: int) -> Any:
         event = _Event(self.index)
         check(self.lib.attnrt_cuda_event_record(self.index, event.handle, stream), "cuEventRecord")

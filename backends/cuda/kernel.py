@@ -9,7 +9,10 @@ import numpy as np
 
 from attnrt.backends.cuda import driver, pack
 from attnrt.backends.cuda.render import ATTEND, MERGE, SMEM, THREADS
+from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
+from attnrt.memory import ops_of
+from attnrt.tensor import TensorView, make_view
 
 if TYPE_CHECKING:
     from attnrt.backends.base import AppendCall, Call, Loaded
@@ -56,6 +59,8 @@ class CudaKernel:
 
     def __init__(self, spec: AttentionSpec, device: int, module: Module, appender: Appender) -> None:
         self.spec, self.module, self.appender = spec, module, appender
+        self.device = as_device(f"cuda:{device}")
+        self._placed: dict[tuple[str, str, tuple[int, ...], bytes], TensorView] = {}
         self.itemsize = as_dtype(spec.kv_dtype).itemsize
         self.merge_grid = driver.device_attribute(device, driver.MULTIPROCESSORS) * MERGE_CTAS
 
@@ -75,6 +80,18 @@ class CudaKernel:
     def merge(self, call: Call) -> None:
         """Fold and finish the rows of the merge list; the count is read on the device."""
         self.module.launch(MERGE, self.merge_grid, self._arguments(call), call.stream)
+
+    def place(self, name: str, array: np.ndarray) -> TensorView:
+        """A parameter's host array on the device; equal arrays are copied once, so that a captured run finds them there."""
+        key = (name, array.dtype.str, array.shape, array.tobytes())
+        found = self._placed.get(key)
+        if found is None:
+            ops = ops_of(self.device)
+            address, owner = ops.allocate(array.nbytes)
+            ops.copy(address, array, array.nbytes, 0)
+            found = make_view(address, array.shape, array.dtype.name, self.device, owner=owner)
+            self._placed[key] = found
+        return found
 
     def append(self, call: AppendCall) -> None:
         """Store new rows of K and V."""

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds the shims in place, then runs the GPU tests on the current device; results go to OUTDIR.
+# usage: gpu_check.sh OUTDIR [pytest arguments ...]
+set -uo pipefail
+out=$1
+shift
+mkdir -p "$out"
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+export ATTNRT_CACHE_DIR=${ATTNRT_CACHE_DIR:-/tmp/attnrt-gpu-check-cache}
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader | tee "$out/device.txt"
+"$python" setup.py -q build_ext --inplace >"$out/build.txt" 2>&1 || { tail -20 "$out/build.txt"; exit 1; }
+PYTHONPATH=.:${PYTHONPATH:-} "$python" -m pytest -m gpu -q -p no:cacheprovider --tb=short -x --maxfail=40 "$@" 2>&1 | tee "$out/pytest.txt" | tail -60
