@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from attnrt import _tensor_native as native
 from attnrt.errors import ArgumentError, DtypeError
+from attnrt.reading import native
 from attnrt.tensor import TensorView
 
 __all__ = [

@@ -13,12 +13,22 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from attnrt import _tensor_native as native
 from attnrt.device import CPU, Device, as_device, from_dlpack_device
 from attnrt.dtypes import DTYPES, Dtype, as_dtype
 from attnrt.errors import ArgumentError, DtypeError
 
-__all__ = ["coerce", "compact_strides", "read_slow"]
+try:
+    from attnrt import _tensor_native as native
+except ImportError as error:
+    raise ImportError(
+        "attnrt._tensor_native is not built; in a checkout run: python setup.py build_ext --inplace"
+    ) from error
+if getattr(native, "REVISION", 0) != 2:  # the number in native/tensor.cpp: a stale build says so at once
+    raise ImportError(
+        "attnrt._tensor_native is out of date; in a checkout run: python setup.py build_ext --inplace"
+    )
+
+__all__ = ["coerce", "compact_strides", "native", "read_slow"]
 
 _BY_CODE = {(d.code, d.bits): d for d in DTYPES.values()}
 _UINT = 1

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from attnrt import _tensor_native as native
 from attnrt.device import CPU, Device, as_device, from_dlpack_device
 from attnrt.dtypes import DTYPES, Dtype, as_dtype
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.memory import ops_of
-from attnrt.reading import coerce, compact_strides, read_slow
+from attnrt.reading import coerce, compact_strides, native, read_slow
 
 __all__ = [
     "TensorView",
@@ -28,6 +27,7 @@ __all__ = [
     "empty_like_caller",
     "kv_interleaved",
     "make_view",
+    "moved",
     "signature",
     "to_caller",
     "view",
@@ -271,6 +271,10 @@ and readonly; ``addresses`` is a tuple of int. None among the arrays is allowed 
 is None where one of the arrays is not plainly readable: then use `TensorView`, which reads it or says why
 not.
 """
+
+
+moved = native.moved
+"""``moved(view, ptr, owner)``: the same view at another address."""
 
 
 def make_view(

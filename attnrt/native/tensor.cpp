@@ -356,7 +356,23 @@ bool read_ndarray(PyObject* x, Raw& raw) {
   return ok;
 }
 
-// 1: read; 0: not plainly readable; never leaves an exception behind.
+// A view that was read or made before: its own fields.
+bool read_view(PyObject* x, Raw& raw, bool& immutable) {
+  const View* v = reinterpret_cast<View*>(x);
+  raw.ptr = v->ptr;
+  raw.ndim = static_cast<int>(PyTuple_Size(v->shape));
+  for (int i = 0; i < raw.ndim; ++i) {
+    raw.shape[i] = PyLong_AsLongLong(PyTuple_GetItem(v->shape, i));
+    raw.strides[i] = PyLong_AsLongLong(PyTuple_GetItem(v->strides, i));
+  }
+  raw.dtype = v->dtype;
+  raw.device = v->device;
+  raw.readonly = v->readonly;
+  immutable = v->immutable;
+  return true;
+}
+
+// False: not plainly readable. Never leaves an exception behind.
 bool read_fast(PyObject* x, const TypeInfo& info, Raw& raw) {
   bool ok = info.way == Way::kExchange  ? read_exchange(x, info, raw)
             : info.way == Way::kNdarray ? read_ndarray(x, raw)
@@ -437,16 +453,25 @@ PyObject* py_signature(PyObject*, PyObject* const* args, Py_ssize_t n) {
     if (args[i] == Py_None) {
       words[used++] = 0;
     } else {
-      const TypeInfo* info = g.view_type ? type_info(args[i]) : &kUnknown;
-      if (!read_fast(args[i], *info, raw)) {
+      bool ok, immutable = false;
+      PyObject* framework;
+      if (Py_TYPE(args[i]) == g.view_type) {
+        ok = read_view(args[i], raw, immutable);
+        framework = reinterpret_cast<View*>(args[i])->framework;
+      } else {
+        const TypeInfo* info = g.view_type ? type_info(args[i]) : &kUnknown;
+        ok = read_fast(args[i], *info, raw);
+        framework = info->framework;
+      }
+      if (!ok) {
         Py_DECREF(pointers);
         Py_RETURN_NONE;
       }
       ptr = raw.ptr;
       words[used++] = reinterpret_cast<std::intptr_t>(raw.dtype);
       words[used++] = reinterpret_cast<std::intptr_t>(raw.device);
-      words[used++] = reinterpret_cast<std::intptr_t>(info->framework);
-      words[used++] = raw.ndim * 2 + raw.readonly;
+      words[used++] = reinterpret_cast<std::intptr_t>(framework);
+      words[used++] = raw.ndim * 4 + raw.readonly * 2 + immutable;
       std::memcpy(words + used, raw.shape, sizeof(std::int64_t) * raw.ndim);
       used += raw.ndim;
       std::memcpy(words + used, raw.strides, sizeof(std::int64_t) * raw.ndim);
@@ -468,13 +493,26 @@ PyObject* py_signature(PyObject*, PyObject* const* args, Py_ssize_t n) {
   return out;
 }
 
+// moved(view, ptr, owner) -> the same view at another address
+PyObject* py_moved(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  if (n != 3 || Py_TYPE(args[0]) != g.view_type) {
+    PyErr_SetString(PyExc_TypeError, "moved takes a TensorView, an address and an owner");
+    return nullptr;
+  }
+  const View* v = reinterpret_cast<View*>(args[0]);
+  const unsigned long long ptr = PyLong_AsUnsignedLongLong(args[1]);
+  if (ptr == static_cast<unsigned long long>(-1) && PyErr_Occurred()) return nullptr;
+  return new_view(ptr, Py_NewRef(v->shape), Py_NewRef(v->strides), v->dtype, v->device, args[2], v->framework,
+                  v->readonly, v->immutable);
+}
+
 // make(ptr, shape, strides, dtype, device, owner, framework, readonly, immutable) -> TensorView
 // The slow way's constructor: shape and strides are tuples of ints, already checked.
 PyObject* py_make(PyObject*, PyObject* args) {
   unsigned long long ptr;
   PyObject *shape, *strides, *dtype, *device, *owner, *framework;
   int readonly, immutable;
-  if (!PyArg_ParseTuple(args, "KO!O!OOOOpp:make", &ptr, &PyTuple_Type, &shape, &PyTuple_Type, &strides, &dtype, &device,
+  if (!PyArg_ParseTuple(args, "KO!O!OOOUpp:make", &ptr, &PyTuple_Type, &shape, &PyTuple_Type, &strides, &dtype, &device,
                         &owner, &framework, &readonly, &immutable))
     return nullptr;
   std::int64_t dims[kMaxDims], steps[kMaxDims];
@@ -488,9 +526,14 @@ PyObject* py_make(PyObject*, PyObject* args) {
     steps[i] = PyLong_AsLongLong(PyTuple_GetItem(strides, i));
   }
   if (PyErr_Occurred()) return nullptr;
-  canonical_strides(dims, steps, static_cast<int>(ndim));
-  return new_view(ptr, int_tuple(dims, static_cast<int>(ndim)), int_tuple(steps, static_cast<int>(ndim)), dtype, device,
-                  owner, framework, readonly, immutable);
+  const int n = static_cast<int>(ndim);
+  canonical_strides(dims, steps, n);
+  Py_INCREF(framework);
+  PyUnicode_InternInPlace(&framework);  // signature() tells frameworks apart by identity
+  PyObject* out =
+      new_view(ptr, int_tuple(dims, n), int_tuple(steps, n), dtype, device, owner, framework, readonly, immutable);
+  Py_DECREF(framework);
+  return out;
 }
 
 // ---- capsules in
@@ -734,6 +777,7 @@ PyMethodDef methods[] = {
     {"views", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_views)), METH_FASTCALL, nullptr},
     {"signature", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_signature)), METH_FASTCALL, nullptr},
     {"make", py_make, METH_VARARGS, nullptr},
+    {"moved", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_moved)), METH_FASTCALL, nullptr},
     {"read_capsule", py_read_capsule, METH_O, nullptr},
     {"export_capsule", py_export_capsule, METH_VARARGS, nullptr},
     {"allocate", py_allocate, METH_VARARGS, nullptr},
@@ -741,6 +785,8 @@ PyMethodDef methods[] = {
     {"scan", py_scan, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
+
+constexpr int kRevision = 2;  // raise it with every change of what Python calls, together with attnrt/reading.py
 
 PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT, "attnrt._tensor_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
@@ -756,6 +802,7 @@ PyMODINIT_FUNC PyInit__tensor_native() {
   PyObject* module = PyModule_Create(&module_def);
   PyObject* view = PyType_FromSpec(&view_spec);
   if (!module || !view || PyModule_AddObjectRef(module, "View", view) < 0) return nullptr;
+  if (PyModule_AddIntConstant(module, "REVISION", kRevision) < 0) return nullptr;
   Py_DECREF(view);
   return module;
 }

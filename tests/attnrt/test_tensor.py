@@ -12,7 +12,7 @@ import pytest
 import attnrt as at
 from attnrt import dtypes
 from attnrt.errors import ArgumentError, DtypeError
-from attnrt.tensor import TensorView, make_view, signature, view, views
+from attnrt.tensor import TensorView, make_view, moved, signature, view, views
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
@@ -500,11 +500,30 @@ class TestSignature:
         frozen.flags.writeable = False
         assert signature(t, None, frozen)[0] != key
 
+    def test_views(self):
+        x = np.zeros((4, 6), np.float32)
+        key, pointers = signature(TensorView(x))
+        assert pointers == (x.ctypes.data,) and key == signature(x)[0]
+        k, v = at.kv_interleaved(np.zeros((5, 2, 3)))
+        key, pointers = signature(k, v)
+        assert pointers == (k.ptr, v.ptr) and key == signature(v, k)[0] != signature(at.empty((5, 3)), v)[0]
+        frozen = jnp.zeros((4, 6))
+        assert signature(TensorView(frozen))[0] not in (key, signature(x)[0])
+
     def test_what_needs_the_slow_way(self):
         assert signature(jnp.zeros(3)) is None
         assert signature(torch.zeros(3), 7) is None
         with pytest.raises(ValueError, match="at most"):
             signature(*[np.zeros(1)] * 17)
+
+
+def test_moved():
+    x, y = np.zeros((2, 3)), np.ones((2, 3))
+    v = moved(TensorView(x), y.ctypes.data, (y,))
+    assert (v.numpy() == 1).all() and v.owner[0] is y and v.strides == (3, 1)
+    for bad in ((x, 1, None), (v, -1, None), (v, 1)):
+        with pytest.raises((TypeError, OverflowError)):
+            moved(*bad)
 
 
 def test_kv_interleaved(rng):
