@@ -11,7 +11,7 @@ leaf boundary, and states fold in leaf order.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -70,10 +70,13 @@ class Candidate:
     slots: int
     cuts: int
     items: np.ndarray
-    order: np.ndarray
-    worker_indptr: np.ndarray
+    costs: np.ndarray
+    requests: np.ndarray
+    mean: float
+    longest: float
+    order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    worker_indptr: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     makespan: float = 0.0
-    mean: float = 0.0
 
 
 def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
@@ -205,6 +208,9 @@ def _best(problem: Problem, tiles: list[Tile]) -> Candidate:
     best, best_score = None, math.inf
     for n in parts:
         candidate = _candidate(problem, tiles, heads // n, limit)
+        if n < parts[-1] and candidate.longest > GOOD_BALANCE * candidate.mean:
+            continue  # one item alone is too long: fewer heads per item must be better
+        _assign(problem, candidate)
         score = candidate.makespan + (traits.fixed * heads if candidate.cuts else 0.0)
         if best is None or score < best_score:
             best, best_score = candidate, score
@@ -237,22 +243,27 @@ def _candidate(problem: Problem, tiles: list[Tile], heads: int, limit: float) ->
     items = np.asarray(rows, np.int32).reshape(-1, len(WORK_FIELDS))
     cost = _costs(problem.scheduler, items, np.asarray(costs, np.float64))
     items[:, -1] = np.minimum(np.rint(cost), _INT32_MAX).astype(np.int32)
-    if hasattr(problem.scheduler, "assign_requests"):
-        result = problem.scheduler.assign_requests(np.asarray(requests, np.int64), cost, t.num_workers)
-    else:
-        result = problem.scheduler.assign(cost, t.num_workers)
-    order, indptr = check_assignment(result, len(items), t.num_workers)
-    loads = [_sum(cost[order[indptr[w] : indptr[w + 1]]]) for w in range(t.num_workers)]
     return Candidate(
         runs=runs,
         slots=slots,
         cuts=cuts,
         items=items,
-        order=order,
-        worker_indptr=indptr,
-        makespan=max(loads, default=0.0),
+        costs=cost,
+        requests=np.asarray(requests, np.int64),
         mean=_sum(cost) / t.num_workers,
+        longest=float(cost.max(initial=0.0)),
     )
+
+
+def _assign(problem: Problem, candidate: Candidate) -> None:
+    cost, workers = candidate.costs, problem.traits.num_workers
+    if hasattr(problem.scheduler, "assign_requests"):
+        result = problem.scheduler.assign_requests(candidate.requests, cost, workers)
+    else:
+        result = problem.scheduler.assign(cost, workers)
+    candidate.order, candidate.worker_indptr = check_assignment(result, len(cost), workers)
+    at = candidate.worker_indptr
+    candidate.makespan = max((_sum(cost[candidate.order[at[w] : at[w + 1]]]) for w in range(workers)), default=0.0)
 
 
 def _sum(values: np.ndarray) -> float:

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <vector>
 
 extern "C" {
@@ -47,6 +48,24 @@ struct State {
     int32_t leaf, slot;
 };
 
+// Scratch that only grows and is never cleared: what it held before is garbage.
+template <class T>
+class Buffer {
+  public:
+    T *need(size_t n) {
+        if (n > size_) {
+            size_ = n + n / 2;
+            data_.reset(new T[size_]);
+        }
+        return data_.get();
+    }
+    T *get() const { return data_.get(); }
+
+  private:
+    std::unique_ptr<T[]> data_;
+    size_t size_ = 0;
+};
+
 class Ruler {
   public:
     explicit Ruler(const attnrt_class &klass) : k(klass) {
@@ -76,16 +95,19 @@ class Ruler {
 
 // One way to cut and what came of it.
 struct Candidate {
-    std::vector<Run> runs;
-    std::vector<int32_t> run_begin;  // [tiles + 1]
-    std::vector<Item> items;
-    std::vector<double> costs;
-    std::vector<int32_t> order;
+    const Run *runs = nullptr;
+    const int32_t *run_begin = nullptr;  // [tiles + 1]
+    std::vector<Run> own_runs;           // where some tile was cut; else runs are the tiles' own
+    std::vector<int32_t> own_run_begin;
+    Buffer<Item> items;
+    Buffer<double> costs;
+    Buffer<int32_t> order;
     std::vector<int32_t> worker_indptr;
+    size_t count = 0;   // items
     int32_t heads = 1;  // KV heads of an item
     int64_t slots = 0;
     int64_t cuts = 0;
-    double makespan = 0.0, mean = 0.0;
+    double makespan = 0.0, mean = 0.0, longest = 0.0;
 };
 
 class Planner {
@@ -99,29 +121,22 @@ class Planner {
     void find_keys(Tile &tile) const;
     void mark_rows();
     bool best_candidate(int64_t &needed);
-    void candidate(Candidate &c, int32_t heads, double limit, int64_t base_slots);
+    void make_items(Candidate &c, int32_t heads, double limit, int64_t base_slots);
     void cut(Candidate &c, int32_t heads, double limit, int64_t base_slots);
     void cut_tile(const Tile &tile, int64_t longest);
-    void place(Candidate &c, const Tile &tile, int32_t slot);
+    int64_t place(std::vector<Run> &out, const Tile &tile, int32_t slot) const;
+    double unit_cost(const Tile &tile, const Run &run) const;
     void assign_lpt(Candidate &c);
     void assign_to(Candidate &c, bool by_request);
     void sort_by_cost(const Candidate &c);
+    void deal(Candidate &c, const int32_t *in_order);
     void merges();
     void list_row(int64_t row, int32_t unit);
     template <class F>
     void each_cell(const Tile &tile, F &&f) const;
 
-    bool is_direct(const Tile &tile, const std::vector<Run> &runs) const {
-        return tile.whole && runs.size() == 1 && !(pr->pairwise && tile.leaf_end - tile.leaf_begin > 1);
-    }
-    int64_t slots_of(const Tile &tile, const std::vector<Run> &runs) const {
-        if (is_direct(tile, runs)) return 0;
-        int64_t states = tile.leaf_end - tile.leaf_begin;
-        if (tile.first && !pr->pairwise) states -= runs[0].leaf_end - runs[0].leaf_begin - 1;
-        return states * tile.queries();
-    }
-    static Run whole_run(const Tile &tile) {
-        return {tile.kv_begin, tile.kv_end, tile.leaf_begin, tile.leaf_end, kDirect, 0};
+    bool is_direct(const Tile &tile, size_t num_runs) const {
+        return tile.whole && num_runs == 1 && !(pr->pairwise && tile.leaf_end - tile.leaf_begin > 1);
     }
 
     const attnrt_problem *pr = nullptr;
@@ -130,14 +145,17 @@ class Planner {
     std::vector<Ruler> rulers;
     std::vector<int32_t> req_class;
     std::vector<Tile> tiles;
-    std::vector<Run> runs, one;
+    std::vector<Run> runs, whole_runs;
+    std::vector<int32_t> whole_begin;
+    std::vector<int64_t> whole_slots;
+    std::vector<double> whole_costs;
     Candidate pool[2];
     Candidate *best = nullptr;
     std::vector<int32_t> count, first;
-    std::vector<uint64_t> keys, keys2;
-    std::vector<int32_t> ids, ids2, worker_of;
-    std::vector<double> loads;
-    std::vector<int32_t> heap;
+    Buffer<uint64_t> keys, keys2;
+    Buffer<int32_t> ids, ids2, worker_of, tree_worker;
+    Buffer<double> tree_load;
+    std::vector<int32_t> at_worker;
     std::vector<uint8_t> done;
     std::vector<int64_t> state_end;
     std::vector<State> states;
@@ -170,7 +188,7 @@ int Planner::plan(const attnrt_problem &problem, attnrt_counts &counts) {
         return 1;
     }
     merges();
-    counts = {int64_t(best->items.size()), int64_t(merge_rows.size()) / kMergeFields, int64_t(merge_slots.size()), best->slots};
+    counts = {int64_t(best->count), int64_t(merge_rows.size()) / kMergeFields, int64_t(merge_slots.size()), best->slots};
     return 0;
 }
 
@@ -299,158 +317,207 @@ void Planner::cut_tile(const Tile &t, int64_t longest) {
     runs.push_back({int32_t(begin), t.kv_end, leaf, t.leaf_end, kDirect, 0});
 }
 
-void Planner::place(Candidate &c, const Tile &t, int32_t slot) {
-    if (is_direct(t, runs)) {
-        Run run = runs[0];
-        run.slot = kDirect, run.fold = 1;
-        c.runs.push_back(run);
-        return;
+// Give the runs of a tile (in `runs`) their slots; returns how many.
+int64_t Planner::place(std::vector<Run> &out, const Tile &t, int32_t slot) const {
+    if (is_direct(t, runs.size())) {
+        out.push_back(runs[0]);
+        out.back().slot = kDirect, out.back().fold = 1;
+        return 0;
     }
+    const int32_t begin = slot;
     for (size_t i = 0; i < runs.size(); ++i) {
-        Run run = runs[i];
+        out.push_back(runs[i]);
+        Run &run = out.back();
         run.fold = i == 0 && t.first && !pr->pairwise;
         run.slot = slot;
-        c.runs.push_back(run);
         slot += int32_t((run.fold ? 1 : run.leaf_end - run.leaf_begin) * t.queries());
     }
+    return slot - begin;
 }
 
 void Planner::cut(Candidate &c, int32_t heads, double limit, int64_t base_slots) {
-    c.runs.clear();
-    c.run_begin.clear();
+    c.runs = whole_runs.data(), c.run_begin = whole_begin.data();
     c.cuts = 0;
-    int64_t used = base_slots, next = 0;
-    for (const Tile &t : tiles) {
-        c.run_begin.push_back(int32_t(c.runs.size()));
-        one.assign(1, whole_run(t));
-        int64_t mine = slots_of(t, one);
-        runs = one;
-        if (limit < std::numeric_limits<double>::infinity()) {
-            const int64_t longest = std::max<int64_t>(1, int64_t(std::ceil(limit / std::min(heads, t.heads()))));
-            if (t.keys() > longest + longest / 8) {
-                cut_tile(t, longest);
-                const int64_t more = slots_of(t, runs);
-                if (runs.size() > 1 && used + more - mine <= pr->max_slots) {
-                    used += more - mine;
-                    mine = more;
-                    c.cuts += 1;
-                } else {
-                    runs = one;
-                }
+    c.slots = base_slots;
+    if (!(limit < std::numeric_limits<double>::infinity())) return;
+    const auto longest = [&](int32_t h) { return std::max<int64_t>(1, int64_t(std::ceil(limit / std::min(heads, h)))); };
+    const int64_t longest_all = longest(pr->num_kv_heads), longest_one = longest(1);
+    const auto longest_of = [&](const Tile &t) { return t.heads() == 1 ? longest_one : longest_all; };
+    const auto is_long = [&](const Tile &t) { return t.keys() > longest_of(t) + longest_of(t) / 8; };
+    if (std::none_of(tiles.begin(), tiles.end(), is_long)) return;
+    c.own_runs.clear();
+    c.own_run_begin.clear();
+    int64_t next = 0;
+    for (size_t i = 0; i < tiles.size(); ++i) {
+        const Tile &t = tiles[i];
+        c.own_run_begin.push_back(int32_t(c.own_runs.size()));
+        runs.assign(1, whole_runs[i]);
+        if (is_long(t)) {
+            cut_tile(t, longest_of(t));
+            int64_t more = t.leaf_end - t.leaf_begin;
+            if (t.first && !pr->pairwise) more -= runs[0].leaf_end - runs[0].leaf_begin - 1;
+            more *= t.queries();
+            if (runs.size() > 1 && c.slots + more - whole_slots[i] <= pr->max_slots) {
+                c.slots += more - whole_slots[i];
+                c.cuts += 1;
+            } else {
+                runs.assign(1, whole_runs[i]);
             }
         }
-        place(c, t, int32_t(next));
-        next += mine;
+        next += place(c.own_runs, t, int32_t(next));
     }
-    c.run_begin.push_back(int32_t(c.runs.size()));
-    c.slots = used;
+    c.own_run_begin.push_back(int32_t(c.own_runs.size()));
+    c.runs = c.own_runs.data(), c.run_begin = c.own_run_begin.data();
 }
 
 // 4. Cost and assign.
 
-void Planner::candidate(Candidate &c, int32_t heads, double limit, int64_t base_slots) {
+double Planner::unit_cost(const Tile &t, const Run &run) const {
+    const double rows = double(t.queries() * pr->group), size = double(int64_t(run.kv_end) - run.kv_begin);
+    return tr->fixed + tr->alpha * rows + tr->beta * size + tr->beta_rows * rows * size;
+}
+
+void Planner::make_items(Candidate &c, int32_t heads, double limit, int64_t base_slots) {
     cut(c, heads, limit, base_slots);
     c.heads = heads;
-    c.items.clear();
-    c.costs.clear();
-    double total = 0.0;
+    size_t n = 0;
+    for (size_t i = 0; i < tiles.size(); ++i)
+        n += size_t(c.run_begin[i + 1] - c.run_begin[i]) * size_t(tiles[i].heads() / std::min(heads, tiles[i].heads()));
+    Item *items = c.items.need(n);
+    double *costs = c.costs.need(n);
+    double total = 0.0, longest = 0.0;
     for (size_t i = 0; i < tiles.size(); ++i) {
         const Tile &t = tiles[i];
-        const int32_t step = std::min(heads, t.heads());
-        const double rows = double(t.queries() * pr->group);
+        const int32_t step = std::min(heads, t.heads()), first_run = c.run_begin[i], end_run = c.run_begin[i + 1];
+        const bool uncut = c.cuts == 0;
         for (int32_t head = t.head_begin; head < t.head_end; head += step) {
-            for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
-                const Run &run = c.runs[size_t(r)];
-                const double size = double(int64_t(run.kv_end) - run.kv_begin);
-                const double cost = step * (tr->fixed + tr->alpha * rows + tr->beta * size + tr->beta_rows * rows * size);
-                c.items.push_back({int32_t(i), r, head});
-                c.costs.push_back(cost);
+            for (int32_t r = first_run; r < end_run; ++r) {
+                const double cost = step * (uncut ? whole_costs[i] : unit_cost(t, c.runs[r]));
+                *items++ = {int32_t(i), r, head};
+                *costs++ = cost;
                 total += cost;
+                longest = std::max(longest, cost);
             }
         }
     }
+    c.count = n;
+    c.longest = longest;
     c.mean = total / tr->num_workers;
-    if (pr->mode == 0)
-        assign_lpt(c);
-    else
-        assign_to(c, pr->mode == 2);
 }
 
-// Longest first, equal costs by item id: a stable radix sort of the complemented bits (costs are finite and not negative).
+// Longest first, equal costs by item id: `keys` hold the complemented bits of a cost (costs are finite and not negative), `ids`
+// the item. A stable radix sort over the bits that differ at all; where these are few, key and id travel in one word.
 void Planner::sort_by_cost(const Candidate &c) {
-    const size_t n = c.costs.size();
-    keys.resize(n), keys2.resize(n), ids.resize(n), ids2.resize(n);
-    uint64_t varies = 0, head = 0;
+    const size_t n = c.count;
+    uint64_t *from = keys.need(n), *to = keys2.need(n);
+    int32_t *ids_out = ids.need(n);
+    uint64_t varies = 0;
     for (size_t i = 0; i < n; ++i) {
         uint64_t bits;
-        std::memcpy(&bits, &c.costs[i], sizeof bits);
-        keys[i] = ~bits;
-        ids[i] = int32_t(i);
-        if (i == 0) head = keys[0];
-        varies |= keys[i] ^ head;
+        std::memcpy(&bits, c.costs.get() + i, sizeof bits);
+        from[i] = ~bits;
+        varies |= from[i] ^ from[0];
     }
-    for (int shift = 0; shift < 64; shift += 8) {
-        if (((varies >> shift) & 255) == 0) continue;
-        uint32_t at[257] = {};
-        for (size_t i = 0; i < n; ++i) at[((keys[i] >> shift) & 255) + 1] += 1;
-        for (int d = 0; d < 256; ++d) at[d + 1] += at[d];
-        for (size_t i = 0; i < n; ++i) {
-            const uint32_t to = at[(keys[i] >> shift) & 255]++;
-            keys2[to] = keys[i];
-            ids2[to] = ids[i];
+    const int low = varies ? __builtin_ctzll(varies) : 0, high = varies ? 64 - __builtin_clzll(varies) : 0;
+    if (high - low <= 32) {
+        const uint64_t mask = (uint64_t(1) << (high - low)) - 1;
+        for (size_t i = 0; i < n; ++i) from[i] = ((from[i] >> low) & mask) << 32 | i;
+        if (n <= 96) {
+            std::sort(from, from + n);
+        } else {
+            for (int shift = 32; shift < 32 + high - low; shift += 8) {
+                uint32_t at[256] = {}, sum = 0;
+                for (size_t i = 0; i < n; ++i) at[(from[i] >> shift) & 255] += 1;
+                for (uint32_t &d : at) sum += d, d = sum - d;
+                for (size_t i = 0; i < n; ++i) to[at[(from[i] >> shift) & 255]++] = from[i];
+                std::swap(from, to);
+            }
         }
-        keys.swap(keys2);
-        ids.swap(ids2);
+        for (size_t i = 0; i < n; ++i) ids_out[i] = int32_t(from[i]);
+        return;
     }
+    for (size_t i = 0; i < n; ++i) ids_out[i] = int32_t(i);
+    const uint64_t *by = from;
+    std::sort(ids_out, ids_out + n, [by](int32_t a, int32_t b) { return by[a] != by[b] ? by[a] < by[b] : a < b; });
 }
 
+// Least-loaded worker by a tournament: inner node i keeps the smaller load of its two children, of equals the left one, which
+// is the lower worker. Costs are not negative, so the first items go to workers 0, 1, 2, ... unless some cost is 0.
 void Planner::assign_lpt(Candidate &c) {
+    const size_t n = c.count;
     const int32_t workers = tr->num_workers;
-    const size_t n = c.costs.size();
     sort_by_cost(c);
-    loads.assign(size_t(workers), 0.0);
-    heap.resize(size_t(workers));
-    for (int32_t w = 0; w < workers; ++w) heap[size_t(w)] = w;
-    worker_of.resize(n);
-    c.worker_indptr.assign(size_t(workers) + 1, 0);
-    const auto before = [this](int32_t a, int32_t b) {
-        return loads[size_t(a)] < loads[size_t(b)] || (loads[size_t(a)] == loads[size_t(b)] && a < b);
-    };
-    for (size_t i = 0; i < n; ++i) {
-        const int32_t worker = heap[0];
-        worker_of[i] = worker;
-        c.worker_indptr[size_t(worker) + 1] += 1;
-        loads[size_t(worker)] += c.costs[size_t(ids[i])];
-        int32_t at = 0;
-        for (int32_t child; (child = 2 * at + 1) < workers; at = child) {
-            if (child + 1 < workers && before(heap[size_t(child) + 1], heap[size_t(child)])) ++child;
-            if (!before(heap[size_t(child)], worker)) break;
-            heap[size_t(at)] = heap[size_t(child)];
+    const int32_t *in_order = ids.get();
+    int32_t *worker_at = worker_of.need(n);
+    const double *costs = c.costs.get();
+    int32_t leaves = 1;
+    while (leaves < workers) leaves *= 2;
+    double *load = tree_load.need(size_t(leaves) * 2);
+    int32_t *who = tree_worker.need(size_t(leaves) * 2);
+    const size_t ahead = n && costs[in_order[n - 1]] > 0.0 ? std::min(n, size_t(workers)) : 0;
+    for (int32_t w = 0; w < leaves; ++w) {
+        load[leaves + w] = w < workers ? 0.0 : std::numeric_limits<double>::infinity();
+        who[leaves + w] = w;
+    }
+    for (size_t i = 0; i < ahead; ++i) {
+        worker_at[i] = int32_t(i);
+        load[size_t(leaves) + i] = 0.0 + costs[in_order[i]];
+    }
+    if (n > ahead) {
+        for (int32_t node = leaves - 1; node > 0; --node) {
+            const bool right = load[2 * node + 1] < load[2 * node];
+            load[node] = right ? load[2 * node + 1] : load[2 * node];
+            who[node] = right ? who[2 * node + 1] : who[2 * node];
         }
-        heap[size_t(at)] = worker;
+        for (size_t i = ahead; i < n; ++i) {
+            const int32_t worker = leaves > 1 ? who[1] : 0;
+            worker_at[i] = worker;
+            int32_t node = leaves + worker;
+            double mine = load[node] += costs[in_order[i]];
+            int32_t me = worker;
+            while (node > 1) {
+                const double other = load[node ^ 1];
+                const int32_t them = who[node ^ 1];
+                const bool left = (node & 1) != 0;  // the sibling is the left one, so it also wins a tie
+                const bool lose = left ? other <= mine : other < mine;
+                mine = lose ? other : mine;
+                me = lose ? them : me;
+                node >>= 1;
+                load[node] = mine;
+                who[node] = me;
+            }
+        }
     }
     c.makespan = 0.0;
-    for (double load : loads) c.makespan = std::max(c.makespan, load);
-    for (int32_t w = 0; w < workers; ++w) c.worker_indptr[size_t(w) + 1] += c.worker_indptr[size_t(w)];
-    heap.assign(c.worker_indptr.begin(), c.worker_indptr.end() - 1);
-    c.order.resize(n);
-    for (size_t i = 0; i < n; ++i) c.order[size_t(heap[size_t(worker_of[i])]++)] = ids[i];
+    for (int32_t w = 0; w < workers; ++w) c.makespan = std::max(c.makespan, load[leaves + w]);
+    deal(c, in_order);
+}
+
+// Items to their workers' ranges, in the order given (null: by id); worker_of says whose each is.
+void Planner::deal(Candidate &c, const int32_t *in_order) {
+    const size_t n = c.count, workers = size_t(tr->num_workers);
+    const int32_t *worker_at = worker_of.get();
+    at_worker.assign(workers, 0);
+    for (size_t i = 0; i < n; ++i) at_worker[size_t(worker_at[i])] += 1;
+    c.worker_indptr.resize(workers + 1);
+    int32_t sum = 0;
+    for (size_t w = 0; w < workers; ++w) {
+        c.worker_indptr[w] = sum;
+        sum += at_worker[w];
+        at_worker[w] = c.worker_indptr[w];
+    }
+    c.worker_indptr[workers] = sum;
+    int32_t *order = c.order.need(n);
+    for (size_t i = 0; i < n; ++i) order[at_worker[size_t(worker_at[i])]++] = in_order ? in_order[i] : int32_t(i);
 }
 
 void Planner::assign_to(Candidate &c, bool by_request) {
-    const int32_t workers = tr->num_workers;
-    const size_t n = c.costs.size();
-    worker_of.resize(n);
-    c.worker_indptr.assign(size_t(workers) + 1, 0);
-    for (size_t i = 0; i < n; ++i) {
-        const Tile &t = tiles[size_t(c.items[i].tile)];
-        worker_of[i] = int32_t((by_request ? int64_t(pr->part[t.part].request[t.q_begin]) : int64_t(i)) % workers);
-        c.worker_indptr[size_t(worker_of[i]) + 1] += 1;
+    int32_t *worker_at = worker_of.need(c.count);
+    for (size_t i = 0; i < c.count; ++i) {
+        const Tile &t = tiles[size_t(c.items.get()[i].tile)];
+        worker_at[i] = int32_t((by_request ? int64_t(pr->part[t.part].request[t.q_begin]) : int64_t(i)) % tr->num_workers);
     }
-    for (int32_t w = 0; w < workers; ++w) c.worker_indptr[size_t(w) + 1] += c.worker_indptr[size_t(w)];
-    heap.assign(c.worker_indptr.begin(), c.worker_indptr.end() - 1);
-    c.order.resize(n);
-    for (size_t i = 0; i < n; ++i) c.order[size_t(heap[size_t(worker_of[i])]++)] = int32_t(i);
+    deal(c, nullptr);
     c.makespan = 0.0;  // one candidate only: nobody asks
 }
 
@@ -458,11 +525,16 @@ void Planner::assign_to(Candidate &c, bool by_request) {
 
 bool Planner::best_candidate(int64_t &needed) {
     int64_t base_slots = 0, total = 0;
+    whole_runs.clear(), whole_begin.clear(), whole_slots.clear(), whole_costs.clear();
     for (const Tile &t : tiles) {
-        one.assign(1, whole_run(t));
-        base_slots += slots_of(t, one);
+        runs.assign(1, {t.kv_begin, t.kv_end, t.leaf_begin, t.leaf_end, kDirect, 0});
+        whole_costs.push_back(unit_cost(t, runs[0]));
+        whole_begin.push_back(int32_t(whole_runs.size()));
+        whole_slots.push_back(place(whole_runs, t, int32_t(base_slots)));
+        base_slots += whole_slots.back();
         total += t.keys() * t.heads();
     }
+    whole_begin.push_back(int32_t(whole_runs.size()));
     if (base_slots > pr->max_slots) {
         needed = base_slots;
         return false;
@@ -475,10 +547,15 @@ bool Planner::best_candidate(int64_t &needed) {
     double best_score = 0.0;
     for (int32_t n = 1; n <= most; ++n) {
         if (heads % n) continue;
-        candidate(*next, heads / n, limit, base_slots);
+        make_items(*next, heads / n, limit, base_slots);
+        if (n < most && next->longest > kGoodBalance * next->mean) continue;
+        if (lpt)
+            assign_lpt(*next);
+        else
+            assign_to(*next, pr->mode == 2);
         const double score = next->makespan + (next->cuts ? tr->fixed * heads : 0.0);
         const bool good = !next->cuts && next->makespan <= kGoodBalance * next->mean;
-        const bool many = int64_t(next->items.size()) >= kManyItems * tr->num_workers;
+        const bool many = int64_t(next->count) >= kManyItems * tr->num_workers;
         if (!best || score < best_score) {
             best = next;
             best_score = score;
@@ -508,10 +585,10 @@ void Planner::merges() {
         const Tile &t = tiles[i];
         int64_t states_here = 0;
         for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
-            const Run &run = c.runs[size_t(r)];
+            const Run &run = c.runs[r];
             if (run.slot != kDirect) states_here += run.fold ? 1 : run.leaf_end - run.leaf_begin;
         }
-        const bool direct = c.runs[size_t(c.run_begin[i])].slot == kDirect;
+        const bool direct = c.runs[c.run_begin[i]].slot == kDirect;
         each_cell(t, [&](int64_t cell, int) {
             if (direct) done[size_t(cell)] = 1;
             state_end[size_t(cell) + 1] += states_here;
@@ -522,7 +599,7 @@ void Planner::merges() {
     for (size_t i = 0; i < tiles.size(); ++i) {
         const Tile &t = tiles[i];
         for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
-            const Run &run = c.runs[size_t(r)];
+            const Run &run = c.runs[r];
             if (run.slot == kDirect) continue;
             const int32_t n = run.fold ? 1 : run.leaf_end - run.leaf_begin, queries = int32_t(t.queries());
             each_cell(t, [&](int64_t cell, int q) {
@@ -562,16 +639,17 @@ void Planner::list_row(int64_t row, int32_t unit) {
 
 void Planner::take(int32_t *out) const {
     const Candidate &c = *best;
-    for (const int32_t id : c.order) {
-        const Item &item = c.items[size_t(id)];
+    for (size_t i = 0; i < c.count; ++i) {
+        const int32_t id = c.order.get()[i];
+        const Item &item = c.items.get()[id];
         const Tile &t = tiles[size_t(item.tile)];
-        const Run &run = c.runs[size_t(item.run)];
+        const Run &run = c.runs[item.run];
         const int32_t step = std::min(t.heads(), c.heads);
         out[0] = t.part, out[1] = t.row, out[2] = t.q_begin, out[3] = t.q_end;
         out[4] = item.head, out[5] = item.head + step;
         out[6] = run.kv_begin, out[7] = run.kv_end, out[8] = run.leaf_begin, out[9] = run.leaf_end;
         out[10] = run.slot, out[11] = t.klass, out[12] = run.fold;
-        out[13] = int32_t(std::min(std::nearbyint(c.costs[size_t(id)]), 2147483647.0));
+        out[13] = int32_t(std::min(std::nearbyint(c.costs.get()[id]), 2147483647.0));
         out += kWorkFields;
     }
     const auto put = [&out](const std::vector<int32_t> &v) {
