@@ -21,6 +21,14 @@ try:
 except ImportError:  # a checkout that has not been built: the readable planner serves
     ffi = lib = None
 
+if lib is not None:
+    _INTS, _LONGS, _NULL, _buffer = (
+        ffi.typeof("int32_t[]"),
+        ffi.typeof("int64_t[]"),
+        ffi.NULL,
+        ffi.from_buffer,
+    )
+
 __all__ = ["MODES", "can_plan", "plan_native"]
 
 #: Schedulers that the C++ planner knows.
@@ -29,17 +37,19 @@ MODES = {"lpt": 0, "round_robin": 1, "one_cta_per_request": 2}
 _NW, _NM = len(WORK_FIELDS), len(MERGE_FIELDS)
 _MOST_CLASSES = _MOST_SPANS = 8
 _INT32_MAX = (1 << 31) - 1
+_INT32, _empty = np.dtype(np.int32), np.empty
 _local = threading.local()
 _traits: dict[int, tuple[Traits, Any]] = {}
 
 
 def can_plan(traits: Traits) -> bool:
     """Whether the module is built and the traits fit its tables."""
-    return (
-        lib is not None
-        and len(traits.classes) <= _MOST_CLASSES
-        and all(len(klass.ruler.steps) < _MOST_SPANS for klass in traits.classes)
-    )
+    return lib is not None and (id(traits) in _traits or _fits(traits))
+
+
+def _fits(traits: Traits) -> bool:
+    steps = [len(klass.ruler.steps) for klass in traits.classes]
+    return len(steps) <= _MOST_CLASSES and max(steps) < _MOST_SPANS
 
 
 def _traits_struct(traits: Traits) -> Any:
@@ -85,10 +95,6 @@ class _Structs:
             self.problem.part = self.parts
 
 
-def _ptr(array: np.ndarray | None, ctype: str = "int32_t[]") -> Any:
-    return ffi.NULL if array is None else ffi.from_buffer(ctype, array)
-
-
 def plan_native(
     problem: Problem, reach: tuple[int | None, int | None] | None
 ) -> tuple[WorkList, MergeList, int]:
@@ -116,7 +122,7 @@ def plan_native(
     p.num_kv_heads, p.group, p.num_rows = problem.num_kv_heads, problem.group, problem.num_rows
     p.mode, p.pairwise = MODES[problem.scheduler.name], problem.tree == "pairwise"
     p.bound_kv_lens = requests.bound_kv_lens is not None
-    qo_lens, kv_lens = _ptr(requests.qo_lens), _ptr(requests.kv_lens)
+    qo_lens, kv_lens = _buffer(_INTS, requests.qo_lens), _buffer(_INTS, requests.kv_lens)
     p.qo_lens, p.kv_lens = qo_lens, kv_lens
     left, right = reach if reach is not None else (None, None)
     p.left, p.right = FAR if left is None else min(left, FAR), FAR if right is None else min(right, FAR)
@@ -141,27 +147,28 @@ def plan_native(
 def _fill(out: Any, part: Any, limits: Any, composed: Any) -> list[Any]:
     """Point a struct at a part's arrays; returns what must stay alive until the call is over."""
     out.num_rows, out.heads = len(part.qo_indptr) - 1, part.heads
-    out.qo_indptr = a = ffi.from_buffer("int32_t[]", part.qo_indptr)
-    out.qo_index = b = _ptr(part.qo_index)
-    out.request = c = ffi.from_buffer("int32_t[]", part.request)
-    out.qo_pos = d = ffi.from_buffer("int32_t[]", part.qo_pos)
-    out.kv_pos = e = _ptr(part.kv_pos)
-    out.kv_begin = f = ffi.from_buffer("int32_t[]", part.kv_begin)
-    out.kv_end = g = ffi.from_buffer("int32_t[]", part.kv_end)
-    out.kv_offset = h = ffi.from_buffer("int32_t[]", part.kv_offset)
+    qo_index, kv_pos = part.qo_index, part.kv_pos
+    out.qo_indptr = a = _buffer(_INTS, part.qo_indptr)
+    out.qo_index = b = _NULL if qo_index is None else _buffer(_INTS, qo_index)
+    out.request = c = _buffer(_INTS, part.request)
+    out.qo_pos = d = _buffer(_INTS, part.qo_pos)
+    out.kv_pos = e = _NULL if kv_pos is None else _buffer(_INTS, kv_pos)
+    out.kv_begin = f = _buffer(_INTS, part.kv_begin)
+    out.kv_end = g = _buffer(_INTS, part.kv_end)
+    out.kv_offset = h = _buffer(_INTS, part.kv_offset)
     alive = [a, b, c, d, e, f, g, h]
     if limits is None:
-        out.limit_lo = out.limit_hi = ffi.NULL
+        out.limit_lo = out.limit_hi = _NULL
     else:
-        alive += [_ptr(limits[0], "int64_t[]"), _ptr(limits[1], "int64_t[]")]
+        alive += [_buffer(_LONGS, limits[0]), _buffer(_LONGS, limits[1])]
         out.limit_lo, out.limit_hi = alive[-2:]
     if composed is None:
-        out.visible_lo = out.visible_hi = ffi.NULL
+        out.visible_lo = out.visible_hi = _NULL
     else:
         pos = part.qo_pos.astype(np.int64)
         low = pos - part.requests.kv_lens[part.request] if part.requests.bound_kv_lens is not None else pos
         lo, hi = visible_range(composed, low, pos)
-        alive += [lo, hi, _ptr(lo, "int64_t[]"), _ptr(hi, "int64_t[]")]
+        alive += [lo, hi, _buffer(_LONGS, lo), _buffer(_LONGS, hi)]
         out.visible_lo, out.visible_hi = alive[-2:]
     return alive
 
@@ -172,8 +179,9 @@ def _take(counts: Any, num_workers: int) -> tuple[WorkList, MergeList, int]:
     b = a + num_workers + 1
     c = b + merges * _NM
     d = c + entries
-    buffer = np.empty(d + entries, np.int32)
-    lib.attnrt_take(ffi.from_buffer("int32_t[]", buffer))
-    work = WorkList(items=buffer[:a].reshape(items, _NW), worker_indptr=buffer[a:b])
-    merge = MergeList(rows=buffer[b:c].reshape(merges, _NM), slots=buffer[c:d], leaves=buffer[d:])
+    buffer = _empty(d + entries, _INT32)
+    lib.attnrt_take(_buffer(_INTS, buffer))
+    view = np.ndarray
+    work = WorkList(items=view((items, _NW), _INT32, buffer), worker_indptr=buffer[a:b])
+    merge = MergeList(rows=view((merges, _NM), _INT32, buffer, 4 * b), slots=buffer[c:d], leaves=buffer[d:])
     return work, merge, counts.slots

@@ -263,7 +263,9 @@ def _assign(problem: Problem, candidate: Candidate) -> None:
         result = problem.scheduler.assign(cost, workers)
     candidate.order, candidate.worker_indptr = check_assignment(result, len(cost), workers)
     at = candidate.worker_indptr
-    candidate.makespan = max((_sum(cost[candidate.order[at[w] : at[w + 1]]]) for w in range(workers)), default=0.0)
+    candidate.makespan = max(
+        (_sum(cost[candidate.order[at[w] : at[w + 1]]]) for w in range(workers)), default=0.0
+    )
 
 
 def _sum(values: np.ndarray) -> float:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,9 +16,8 @@ __all__ = ["FAR", "Problem", "classes_of", "visible_range"]
 FAR = 1 << 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Problem:
-    """Lengths, structure and rules; no device array is looked at.
+class Problem(NamedTuple):
+    """Lengths, structure and rules; no device array is looked at. A tuple, because making one is on the hot path.
 
     Attributes
     ----------
