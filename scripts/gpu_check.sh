@@ -11,4 +11,4 @@ python=${PYTHON:-python3}
 export ATTNRT_CACHE_DIR=${ATTNRT_CACHE_DIR:-/tmp/attnrt-gpu-check-cache}
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader | tee "$out/device.txt"
 "$python" setup.py -q build_ext --inplace >"$out/build.txt" 2>&1 || { tail -20 "$out/build.txt"; exit 1; }
-PYTHONPATH=.:${PYTHONPATH:-} "$python" -m pytest -m gpu -q -p no:cacheprovider --tb=short -x --maxfail=40 "$@" 2>&1 | tee "$out/pytest.txt" | tail -60
+PYTHONPATH=.:${PYTHONPATH:-} "$python" -m pytest -m gpu -q -p no:cacheprovider --tb=short --maxfail=80 "$@" 2>&1 | tee "$out/pytest.txt" | tail -60
