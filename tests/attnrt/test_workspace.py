@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory: what is counted is what is bound, limits hold before anything is written, staging outlives its copy, sharing.
+
+A device that runs late is played by host memory whose copies and kernels wait in a queue until somebody waits for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+import attnrt as at
+from attnrt import memory, testing
+from attnrt.backends.reference import ReferenceBackend
+from attnrt.layout import PART_FIELDS, limit_part_sizes, offsets
+from attnrt.memory import ALIGN
+
+v = at.variants
+
+
+def spec_of(**changes):
+    base = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "q_dtype": "float32", "variant": v.causal()}
+    return at.AttentionSpec(**(base | changes))
+
+
+def batch_of(spec, qo, kv, seed=0, **layout):
+    case = testing.make_case(spec, qo, kv, seed=seed)
+    return testing.lay_out(case, **({"page_size": 4} | layout))
+
+
+LIMITS = at.Limits(4, 12, 80, max_parts=2, max_mask_bytes=64, max_partial_slots=40, num_pages=200)
+
+
+# ------------------------------------------------------------------------------------------------- layout
+
+
+def test_counted_is_bound(backend):
+    """nbytes allocates nothing and is what the workspace takes; a buffer of that size is enough, one byte less is not."""
+    specs = [spec_of(), spec_of(head_dim=32), spec_of(q_dtype="bfloat16")]
+    total = at.Workspace.nbytes(specs, LIMITS, backend=backend)
+    assert at.Workspace(specs, LIMITS, backend=backend).report()["nbytes"] == total
+    ws = at.Workspace(specs, LIMITS, buffer=np.empty(total, np.uint8), backend=backend)
+    assert ws.report()["nbytes"] == total
+    with pytest.raises(at.LimitError) as caught:
+        at.Workspace(specs, LIMITS, buffer=np.empty(total - 1, np.uint8), backend=backend)
+    assert (caught.value.limit, caught.value.needed, caught.value.given) == ("buffer", total, total - 1)
+
+
+def test_slots_are_aligned_and_disjoint(backend):
+    ws = at.Workspace([spec_of(), spec_of(head_dim=24)], LIMITS, backend=backend)
+    attn = at.Attention(ws.tenants[0].spec, backend=backend, workspace=ws)
+    batch = batch_of(attn.spec, [1, 3], [30, 9])
+    attn.plan(batch.index)
+    loaded = attn._runtime.tenant.loaded
+    views = [getattr(loaded, f.name) for f in fields(loaded) if f.name not in ("plan", "parts")]
+    views += [getattr(part, f.name) for part in loaded.parts for f in fields(part)]
+    spans = sorted((x.ptr, x.nbytes) for x in views if isinstance(x, at.TensorView) and x.nbytes)
+    assert all(ptr % ALIGN == 0 for ptr, _ in spans)
+    assert all(a + n <= b for (a, n), (b, _) in zip(spans, spans[1:], strict=False)), "slots overlap"
+
+
+def test_guard_words_stay(backend):
+    """Loads and runs at the limits write nothing around the buffer."""
+    spec = spec_of()
+    total = at.Workspace.nbytes([spec], LIMITS, backend=backend)
+    block = np.full(total + 2 * 4096, 0x7F, np.uint8)
+    ws = at.Workspace([spec], LIMITS, buffer=block[4096:-4096], backend=backend)
+    attn = at.Attention(spec, backend=backend, workspace=ws)
+    for qo, kv in (([3, 3, 3, 3], [64, 64, 64, 64]), ([1], [300]), ([], [])):
+        batch = batch_of(spec, qo, kv)
+        plan = attn.plan(batch.index)
+        out, lse = attn.run(batch.q, batch.kv, return_lse=True)
+        testing.check(plan, batch.q, batch.kv, out, lse)
+    assert (block[:4096] == 0x7F).all() and (block[-4096:] == 0x7F).all()
+
+
+def test_totals_over_parts_fit():
+    """Dividing the listed blocks among parts in any way stays inside the layout counted for the limits."""
+    limits = at.Limits(4, 10, 100, max_parts=3, max_mask_bytes=700)
+    rng = np.random.default_rng(0)
+    counted = offsets([n for p in range(3) for n in limit_part_sizes(limits, 2, p == 0)])[1]
+    names = list(PART_FIELDS)
+    for _ in range(200):
+        cuts, masks = (np.sort(rng.integers(0, top + 1, 2)) for top in (100, 700))
+        sizes = []
+        for p in range(3):
+            entries = int(np.diff([0, *cuts, 100])[p])
+            mask = int(np.diff([0, *masks, 700])[p])
+            one = dict(zip(names, limit_part_sizes(limits, 2, p == 0), strict=True))
+            sizes += list((one | {"indices": 4 * entries, "block_pos": 4 * entries, "mask": mask}).values())
+        assert offsets(sizes)[1] <= counted
+
+
+def test_partials_follow_the_backend():
+    """The reference keeps float64 states, every other backend float32."""
+    spec = spec_of()
+    reference = at.Workspace([spec], LIMITS, backend="reference").tenants[0].layout
+    assert reference.acc == 40 * 4 * 16 * 8
+
+
+# ------------------------------------------------------------------------------------------------- limits
+
+PAST = {
+    "max_requests": ([1] * 5, [4] * 5, {}),
+    "max_qo_tokens": ([13], [40], {}),
+    "max_index_entries": ([1], [81 * 4], {}),
+    "num_pages": ([1], [40], {"spare": 400}),
+}
+
+
+@pytest.mark.parametrize("name", PAST)
+def test_limits_are_named_and_nothing_is_written(backend, name):
+    spec = spec_of()
+    qo, kv, layout = PAST[name]
+    total = at.Workspace.nbytes([spec], LIMITS, backend=backend)
+    memory_of_ours = np.zeros(total, np.uint8)
+    ws = at.Workspace([spec], LIMITS, buffer=memory_of_ours, backend=backend)
+    attn = at.Attention(spec, backend=backend, workspace=ws)
+    good = batch_of(spec, [2, 1], [30, 8])
+    plan = attn.plan(good.index)
+    want = attn.run(good.q, good.kv)
+    before = memory_of_ours.tobytes()
+    bad = batch_of(spec, qo, kv, **layout)
+    with pytest.raises(at.LimitError) as caught:
+        attn.plan(bad.index)
+    assert caught.value.limit == name and caught.value.needed > caught.value.given
+    with pytest.raises(at.LimitError):
+        attn.load(at.make_plan(spec, bad.index, attn._runtime.traits(bad.index.features)))
+    assert memory_of_ours.tobytes() == before, "something was written"
+    assert attn.run(good.q, good.kv, plan=plan).tobytes() == want.tobytes()
+
+
+def test_pad_to_counts_as_rows(backend):
+    attn = at.Attention(spec_of(), backend=backend, limits=LIMITS)
+    batch = batch_of(attn.spec, [2], [9])
+    with pytest.raises(at.LimitError, match="max_qo_tokens"):
+        attn.plan(batch.index, pad_to=13)
+    attn.plan(batch.index, pad_to=12)
+
+
+def test_a_plan_of_more_workers_is_refused(backend):
+    limits = at.Limits(4, 12, 200, max_workers=1)
+    attn = at.Attention(spec_of(), backend=backend, limits=limits)
+    batch = batch_of(attn.spec, [1, 1], [700, 30])
+    wide = at.make_plan(attn.spec, batch.index, attn._runtime.traits(batch.index.features))
+    if len(wide.work.worker_indptr) > 2:
+        with pytest.raises(at.LimitError, match="max_workers"):
+            attn.load(wide)
+    assert len(attn.plan(batch.index).work.worker_indptr) == 2
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, "8", None, True])
+def test_limits_are_checked(bad):
+    with pytest.raises(at.ArgumentError, match=r"limits\.max_requests"):
+        at.Limits(bad, 1, 1)
+
+
+def test_limits_read():
+    assert at.Limits(np.int64(3), 4, 5).max_requests == 3
+    with pytest.raises(at.ArgumentError, match="max_parts"):
+        at.Limits(1, 1, 1, max_parts=0)
+    with pytest.raises(at.ArgumentError, match="limits must be given with buffer"):
+        at.Workspace([spec_of()], buffer=np.empty(10, np.uint8), backend="reference")
+
+
+def test_long_rows_stay_whole_without_slots(backend):
+    """When partial slots run out the planner stops cutting."""
+    attn = at.Attention(spec_of(), backend=backend, limits=at.Limits(1, 1, 2000, max_partial_slots=0))
+    batch = batch_of(attn.spec, [1], [5000])
+    plan = attn.plan(batch.index)
+    assert plan.num_slots == 0
+    out, lse = attn.run(batch.q, batch.kv, return_lse=True)
+    testing.check(plan, batch.q, batch.kv, out, lse)
+
+
+# ------------------------------------------------------------------------------------------------- growth
+
+
+def test_memory_grows_and_old_plans_are_gone(backend):
+    spec = spec_of()
+    attn = at.Attention(spec, backend=backend)
+    sizes = []
+    for qo, kv in (([1], [3]), ([1] * 9, [50] * 9), ([1], [3]), ([40], [4000]), ([1] * 64, [33] * 64)):
+        batch = batch_of(spec, qo, kv)
+        plan = attn.plan(batch.index)
+        out, lse = attn.run(batch.q, batch.kv, return_lse=True)
+        testing.check(plan, batch.q, batch.kv, out, lse)
+        sizes.append(attn.workspace.report()["nbytes"])
+    assert sizes[0] < sizes[1] == sizes[2] < sizes[3], "memory does not grow, or shrinks"
+
+
+# ------------------------------------------------------------------------------------------------- sharing
+
+
+@pytest.mark.parametrize("limits", [None, LIMITS])
+def test_attentions_share_an_index(backend, limits):
+    """Window and full layers of one model: one copy of the index, own plans, right results in any order."""
+    specs = [spec_of(), spec_of(variant=(v.causal(), v.sliding_window(5)))]
+    ws = at.Workspace(specs, limits, backend=backend)
+    attns = [at.Attention(s, backend=backend, workspace=ws) for s in specs]
+    with pytest.raises(at.ArgumentError, match="free seat"):
+        at.Attention(specs[0], backend=backend, workspace=ws)
+    steps = [batch_of(specs[0], [1, 2], [40 + i, 9], seed=i) for i in range(4)]
+    for step in steps:
+        plans = [a.plan(step.index) for a in attns]
+        views = [a._runtime.tenant.loaded.parts[0].indices.ptr for a in attns]
+        assert views[0] == views[1], "the index was copied twice"
+        for _ in range(2):
+            for attn, plan in zip(attns, plans, strict=True):
+                out, lse = attn.run(step.q, step.kv, plan=plan, return_lse=True)
+                testing.check(plan, step.q, step.kv, out, lse)
+
+
+@pytest.mark.parametrize("limits", [None, LIMITS])
+def test_each_keeps_its_own_plan(backend, limits):
+    """Target and draft: one loads new indexes while the other's stays, in every order of loads."""
+    specs = [spec_of(), spec_of(head_dim=32), spec_of()]
+    rng = np.random.default_rng(0)
+    ws = at.Workspace(specs, limits, backend=backend)
+    attns = [at.Attention(s, backend=backend, workspace=ws) for s in specs]
+    held = [None] * 3
+    shared = batch_of(specs[0], [2, 1], [20, 33])
+    for step in range(40):
+        who = int(rng.integers(3))
+        if who == 1 or rng.integers(2):
+            count = int(rng.integers(0, 4))
+            batch = batch_of(specs[who], rng.integers(0, 4, count), rng.integers(0, 60, count), seed=step)
+        else:
+            batch = shared
+        held[who] = (attns[who].plan(batch.index), batch)
+        for attn, what in zip(attns, held, strict=True):
+            if what is not None:
+                plan, batch = what
+                out, lse = attn.run(batch.q, batch.kv, plan=plan, return_lse=True)
+                testing.check(plan, batch.q, batch.kv, out, lse)
+
+
+# ------------------------------------------------------------------------------------------------- a late device
+
+
+class LateOps(memory.HostOps):
+    """Host memory played as a device: nothing happens before somebody waits for it."""
+
+    direct = False
+
+    def __init__(self):
+        self.queue, self.done, self.copies, self.captured = [], 0, [], False
+
+    def enqueue(self, work):
+        self.queue.append(work)
+
+    def staging(self, nbytes):
+        return np.full(nbytes, 0x7F, np.uint8)
+
+    def copy(self, address, source, nbytes, stream):
+        self.copies.append(nbytes)
+        self.enqueue(lambda: memory.HostOps.copy(self, address, source, nbytes, stream))
+
+    def record(self, stream):
+        return len(self.queue)
+
+    def wait_host(self, event):
+        while self.done < event:
+            self.queue[self.done]()
+            self.done += 1
+
+    def capturing(self, stream):
+        return self.captured
+
+    def stream(self, stream, view=None):
+        return 0 if stream is None else stream
+
+
+class LateBackend(ReferenceBackend):
+    """The reference, enqueued; with a header like a backend that captures graphs."""
+
+    name = "late"
+    header_nbytes = 40
+
+    def __init__(self, ops):
+        self.ops = ops
+
+    def compile(self, spec, features, device):
+        kernel, ops = super().compile(spec, features, device), self.ops
+
+        class Late:
+            def pack_header(self, loaded, target):
+                assert target.nbytes == 40
+                target[:8] = np.frombuffer(np.int64(loaded.work.ptr).tobytes(), np.uint8)
+
+            def attend(self, call):
+                ops.enqueue(lambda: kernel.attend(call))
+
+            def merge(self, call):
+                ops.enqueue(lambda: kernel.merge(call))
+
+        return Late()
+
+
+@pytest.fixture
+def late():
+    ops = LateOps()
+    memory.register_ops("cpu", lambda index: ops)
+    yield ops
+    memory.register_ops("cpu", lambda index: memory.HostOps())
+
+
+@pytest.mark.parametrize("limits", [None, at.Limits(70, 80, 5000)])
+def test_staging_outlives_its_copy(late, limits):
+    """The host runs seven plans ahead of the device: each run sees its own plan (a ring of staging buffers)."""
+    spec = spec_of()
+    attn = at.Attention(spec, backend=LateBackend(late), limits=limits)
+    steps = [
+        batch_of(spec, [1] * n, [kv] * n, seed=n)
+        for n, kv in ((64, 40), (64, 1), (3, 90), (1, 400), (64, 2), (2, 2), (9, 9))
+    ]
+    outs = [np.empty((len(s.q), 4, 16), np.float32) for s in steps]
+    plans = []
+    for step, out in zip(steps, outs, strict=True):
+        plans.append(attn.plan(step.index))
+        attn.run(step.q, step.kv, out=out)
+    assert late.done < len(late.queue), "the device was not behind: the test says nothing"
+    late.wait_host(len(late.queue))
+    for step, out, plan in zip(steps, outs, plans, strict=True):
+        testing.check(plan, step.q, step.kv, out)
+
+
+def test_load_is_one_copy(late):
+    spec = spec_of()
+    limits = at.Limits(500, 8000, 100_000, max_parts=2)
+    attn = at.Attention(spec, backend=LateBackend(late), limits=limits)
+    for qo, kv in (([1, 2], [40, 7]), ([1], [1000]), ([0], [0])):
+        late.copies.clear()
+        batch = batch_of(spec, qo, kv)
+        attn.plan(batch.index)
+        assert len(late.copies) == 1, "more than one copy"
+        assert late.copies[0] < 64 * 1024, "the copy is as long as the limits"
+
+
+def test_addresses_of_the_header_and_scratch_never_move(late):
+    spec = spec_of()
+    attn = at.Attention(spec, backend=LateBackend(late), limits=at.Limits(70, 80, 5000))
+    seen = set()
+    for qo, kv in (([1] * 64, [40] * 64), ([1], [1000]), ([5, 1], [9, 9])):
+        attn.plan(batch_of(spec, qo, kv).index)
+        loaded = attn._runtime.tenant.loaded
+        seen.add((loaded.header.ptr, loaded.partial_acc.ptr, loaded.partial_ml.ptr))
+        late.wait_host(len(late.queue))
+        packed = int(loaded.header.numpy()[:8].view(np.int64)[0])
+        assert packed == loaded.work.ptr, "the header is not the loaded plan's"
+    assert len(seen) == 1
+
+
+def test_capture_rules(late):
+    """Inside a capture nothing may be allocated: limits, out and lse are asked for."""
+    spec = spec_of()
+    batch = batch_of(spec, [1], [9])
+    out, lse = np.empty((1, 4, 16), np.float32), np.empty((1, 4), np.float32)
+    free = at.Attention(spec, backend=LateBackend(late))
+    fixed = at.Attention(spec, backend=LateBackend(late), limits=LIMITS)
+    for attn in (free, fixed):
+        attn.plan(batch.index)
+    late.captured = True
+    with pytest.raises(at.CaptureError, match="limits"):
+        free.run(batch.q, batch.kv, out=out)
+    with pytest.raises(at.CaptureError, match="out"):
+        fixed.run(batch.q, batch.kv)
+    with pytest.raises(at.CaptureError, match="lse"):
+        fixed.run(batch.q, batch.kv, out=out, return_lse=True)
+    queued = len(late.queue)
+    fixed.run(batch.q, batch.kv, out=out, lse=lse)
+    assert len(late.queue) == queued + 2
