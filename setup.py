@@ -7,17 +7,19 @@ All are C++17 under the stable ABI of Python 3.11: one wheel serves every later 
 
 from __future__ import annotations
 
-import os
+import glob
 
 from setuptools import Extension, setup
 
 ABI3 = [("Py_LIMITED_API", "0x030B0000")]
 
-# Builders of cffi modules, "path/of/builder.py:ffibuilder". One that is not written yet is left out.
-CFFI_BUILDERS = [
-    "scheduler/native/build_planner.py:ffibuilder",
-    "backends/cpu/native/build_cpu.py:ffibuilder",
-    "backends/cuda/native/build_driver.py:ffibuilder",
+# Every build_*.py in a folder named native, under one of the root folders, defines `ffibuilder`: a cffi module with
+# its full name (attnrt.scheduler._planner_native) and with sources relative to this file.
+CFFI_MODULES = [
+    f"{path}:ffibuilder"
+    for folder in ("formats", "scheduler", "variants", "backends")
+    for pattern in ("native", "*/native")
+    for path in sorted(glob.glob(f"{folder}/{pattern}/build_*.py"))
 ]
 
 setup(
@@ -32,6 +34,6 @@ setup(
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],
         )
     ],
-    cffi_modules=[b for b in CFFI_BUILDERS if os.path.exists(b.partition(":")[0])],
+    cffi_modules=CFFI_MODULES,
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )
