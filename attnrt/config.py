@@ -44,6 +44,8 @@ class Config:
     log : str
     cxx : str or None
     backend : str or None
+    cuda_homes : tuple of str
+        Toolkit folders that CUDA_HOME and CUDA_PATH name.
     """
 
     cache_dir: Path
@@ -52,6 +54,7 @@ class Config:
     log: str
     cxx: str | None
     backend: str | None
+    cuda_homes: tuple[str, ...] = ()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Config:
@@ -75,6 +78,7 @@ class Config:
             log=log,
             cxx=env.get("ATTNRT_CXX") or None,
             backend=env.get("ATTNRT_BACKEND") or None,
+            cuda_homes=tuple(home for name in ("CUDA_HOME", "CUDA_PATH") if (home := env.get(name))),
         )
 
 

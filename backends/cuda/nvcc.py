@@ -19,6 +19,7 @@ from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
 from attnrt.backends.cuda.render import ATTEND, THREADS
+from attnrt.config import config
 from attnrt.errors import CompileError
 
 __all__ = ["NvccBackend", "find_nvcc", "load"]
@@ -33,11 +34,7 @@ const char* attnrt_error(int code);
 def find_nvcc() -> tuple[str | None, tuple[str, ...]]:
     """(path of nvcc or None, places tried): PATH, CUDA_HOME, CUDA_PATH, /usr/local/cuda."""
     places = [shutil.which("nvcc")]
-    places += [
-        os.path.join(os.environ[name], "bin", "nvcc")
-        for name in ("CUDA_HOME", "CUDA_PATH")
-        if os.environ.get(name)
-    ]
+    places += [os.path.join(home, "bin", "nvcc") for home in config().cuda_homes]
     places.append("/usr/local/cuda/bin/nvcc")
     tried = tuple(place for place in places if place)
     return next((place for place in tried if os.access(place, os.X_OK)), None), tried
