@@ -33,6 +33,7 @@ class Attend {
   __device__ __forceinline__ void run() {
     if (blockIdx.x >= p_.plan->num_workers) return;
     // Padded columns are multiplied too: they must hold zeros, not what the last kernel left.
+#pragma unroll 1
     for (int i = threadIdx.x; i < L::kOffsetMeta / 16; i += L::kThreads) {
       reinterpret_cast<uint4*>(smem_)[i] = make_uint4(0, 0, 0, 0);
     }

@@ -14,11 +14,13 @@ __device__ __forceinline__ void convert_row(const char* raw, char* out, int lane
   const Source* src = reinterpret_cast<const Source*>(raw);
   Target* dst = reinterpret_cast<Target*>(out);
   if (!live) {
+#pragma unroll 1
     for (int d = lane; d < kPadded; d += 32) dst[d] = Target(0);
     return;
   }
   constexpr int kOver = kPairDim == 0 ? kColumns : kPairDim;
   constexpr int kMapped = kPairing == PAIR_NONE ? 0 : kOver;
+#pragma unroll 1
   for (int d = lane; d < pair_count(kPairing, kOver); d += 32) {
     const int i = pair_first(kPairing, d), j = pair_second(kPairing, kOver, d);
     float x0 = to_float<From>(src[i]), x1 = to_float<From>(src[j]);
@@ -28,6 +30,7 @@ __device__ __forceinline__ void convert_row(const char* raw, char* out, int lane
   }
   if constexpr (kBytes<From> == 1 && kMapped == 0 && kColumns % 4 == 0) {
     // Plain fp8: four numbers per step.
+#pragma unroll 1
     for (int d = 4 * lane; d < kColumns; d += 128) {
       const unsigned x = *reinterpret_cast<const unsigned*>(src + d);
       unsigned lo = fp8x2_to_half2<From>(static_cast<unsigned short>(x & 0xffffu));
@@ -39,8 +42,10 @@ __device__ __forceinline__ void convert_row(const char* raw, char* out, int lane
       *reinterpret_cast<uint2*>(dst + d) = make_uint2(lo, hi);
     }
   } else {
+#pragma unroll 1
     for (int d = kMapped + lane; d < kColumns; d += 32) dst[d] = from_float<To>(to_float<From>(src[d]));
   }
+#pragma unroll 1
   for (int d = kColumns + lane; d < kPadded; d += 32) dst[d] = Target(0);
 }
 
@@ -51,6 +56,7 @@ __device__ __forceinline__ void convert_tile(const RunParams& p, const ParamRef*
   using L = Layout<Config, Variant>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const char* raw = smem + L::kOffsetStages + stage * L::kStageBytes;
+#pragma unroll 1
   for (int i = 0; i < L::kWarpKeys; ++i) {
     const int key = warp * L::kWarpKeys + i;
     const bool live = meta.pos[stage][key] != kDeadKey;

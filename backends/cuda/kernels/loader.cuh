@@ -25,7 +25,7 @@ __device__ __forceinline__ void copy_rows(const PagedKv& kv, char* dst, long lon
     constexpr int kChunks = kRowBytes / 16 > 0 ? kRowBytes / 16 : 1;
     constexpr int kTotal = kRowsPerWarp * kChunks;
     const unsigned base = ptx::smem_addr(dst);
-#pragma unroll 4
+#pragma unroll 2
     for (int first = 0; first < kTotal; first += 32) {
       const int i = first + lane;
       const int row = i / kChunks, chunk = i % kChunks;
@@ -37,8 +37,10 @@ __device__ __forceinline__ void copy_rows(const PagedKv& kv, char* dst, long lon
     }
   } else {
     typedef typename Bits<kElementBytes == 1 ? Dtype::e4m3 : Dtype::f16>::type Element;
+#pragma unroll 1
     for (int row = 0; row < kRowsPerWarp; ++row) {
       const long long from = __shfl_sync(0xffffffffu, offset, row);
+#pragma unroll 1
       for (int d = lane; d < kElements; d += 32) {
         const Element x = from == kNoRow ? Element(0) : reinterpret_cast<const Element*>(kv.ptr)[from + d];
         reinterpret_cast<Element*>(dst + row * kPitch)[d] = x;
@@ -52,6 +54,7 @@ __device__ __forceinline__ void copy_rows(const PagedKv& kv, char* dst, long lon
 __device__ __forceinline__ int bound_limit(const RunParams& p, const WorkItem& item, const PartDesc& part) {
   if (!p.plan->bound_kv_lens) return 0x7fffffff;
   int limit = 0;
+#pragma unroll 1
   for (int q = item.q_begin + threadIdx.x % 32; q < item.q_end; q += 32) limit = max(limit, p.plan->bound_kv_lens[part.request[q]]);
   return __reduce_max_sync(0xffffffffu, limit);
 }

@@ -64,6 +64,7 @@ class Merge {
 
   __device__ __forceinline__ State sequential(const MergeRow& row, int head) const {
     State s = empty();
+#pragma unroll 1
     for (int e = row.slot_begin; e < row.slot_end; ++e) fold(s, load(e, head));
     return s;
   }
@@ -73,8 +74,10 @@ class Merge {
     State stack[kLevels];
     int depth = 0, e = row.slot_begin;
     const int last = row.slot_end > row.slot_begin ? p_.plan->merge_leaves[row.slot_end - 1] : -1;
+#pragma unroll 1
     for (int leaf = 0; leaf <= last; ++leaf) {
       State s = p_.plan->merge_leaves[e] == leaf ? load(e++, head) : empty();
+#pragma unroll 1
       for (int level = leaf; level & 1; level >>= 1) {
         State left = stack[--depth];
         fold(left, s);
@@ -84,6 +87,7 @@ class Merge {
     }
     if (depth == 0) return empty();
     State s = stack[--depth];
+#pragma unroll 1
     while (depth > 0) {
       State left = stack[--depth];
       fold(left, s);

@@ -67,6 +67,7 @@ __device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* pa
   __syncthreads();
   if (threadIdx.x == 0) {
     int low_max = kDeadKey, high_min = 0x7fffffff, limit_min = 0x7fffffff, any_mask = 0;
+#pragma unroll 1
     for (int i = 0; i < L::kRows; ++i) {
       if (meta.qo_row[i] < 0) continue;
       low_max = max(low_max, meta.low[i]);
@@ -85,6 +86,7 @@ __device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* pa
 template <int kPairing, int kPairDim, int kHeadDim, Dtype T, class Map>
 __device__ __forceinline__ void map_pairs(typename Bits<T>::type* row, int first, int step, const Map& map) {
   constexpr int kOver = kPairDim == 0 ? kHeadDim : kPairDim;
+#pragma unroll 1
   for (int d = first; d < pair_count(kPairing, kOver); d += step) {
     const int i = pair_first(kPairing, d), j = pair_second(kPairing, kOver, d);
     float x0 = to_float<T>(row[i]), x1 = to_float<T>(row[j]);
@@ -101,6 +103,7 @@ __device__ __forceinline__ void load_q(const RunParams& p, const ParamRef* param
   using L = Layout<Config, Variant>;
   typedef typename Bits<Config::q_type>::type Element;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
   for (int r = warp; r < L::kRows; r += L::kWarps) {
     Element* dst = reinterpret_cast<Element*>(smem + L::kOffsetQ + r * L::kPitchK);
     const int qo_row = meta.qo_row[r];
