@@ -70,8 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the KV cache (default: float32)"
     )
-    serve.add_argument("--draft", type=_positive, nargs="?", const=6, default=0, metavar="N",
-                       help="guess up to N (default: 6) tokens per step from earlier text; verify them as a tree")  # fmt: skip
+    serve.add_argument(
+        "--draft", action="store_true", help="guess tokens from earlier text and verify them as a tree"
+    )
+    serve.add_argument(
+        "--guesses",
+        type=_positive,
+        default=6,
+        metavar="N",
+        help="most guesses per sequence and step (default: 6)",
+    )
     serve.add_argument(
         "--streaming",
         type=_pair,
@@ -193,7 +201,7 @@ def _engine(
         backend=args.backend,
         scheduler=args.scheduler,
         kv_dtype=args.dtype,
-        tree=bool(args.draft),
+        tree=args.draft,
         streaming=args.streaming,
         share_tokens=args.share,
     )
@@ -210,14 +218,14 @@ def _options(args: argparse.Namespace, requests: list[Any], eos: int) -> EngineO
     from .engine import EngineOptions
 
     # Without --pages, room for every request at once with nothing shared; pages cost memory only once written.
-    each = (-(-(len(r.prompt) + r.max_tokens + args.draft) // args.page_size) + 2 for r in requests)
+    each = (-(-(len(r.prompt) + r.max_tokens + args.guesses) // args.page_size) + 2 for r in requests)
     temperature = args.temperature if args.temperature is not None else (0.8 if args.parallel > 1 else 0.0)
     return EngineOptions(
         page_size=args.page_size,
         num_pages=args.pages or args.parallel * sum(each),
         chunk=args.chunk,
         max_batch=max(args.max_batch, args.parallel),
-        draft=args.draft,
+        draft=args.guesses if args.draft else 0,
         streaming=args.streaming,
         prefix=not args.no_prefix,
         kv_dtype=np.dtype(args.dtype),

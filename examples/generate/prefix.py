@@ -54,7 +54,8 @@ class PrefixTree:
         """
         size = self._pool.page_size
         self._clock += 1
-        node, nodes = self._root, []
+        node = self._root
+        nodes: list[Node] = []
         while (len(nodes) + 1) * size < len(tokens):
             child = node.children.get(tuple(tokens[len(nodes) * size : (len(nodes) + 1) * size]))
             if child is None:

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnrt generate` with the real model: transformers' ids through the whole engine, and the command's own manners."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attnrt.examples.generate import main
+from attnrt.examples.generate.prompts import read_prompts
+
+RECORDED = json.loads((Path(__file__).parent / "smollm_greedy.json").read_text())
+
+
+def run_json(capsys, *argv):
+    status = main([*argv, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def recorded_prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    key = {str: "prompt", list: "messages"}
+    rows = [{key[type(c["prompt"])]: c["prompt"]} for c in RECORDED["cases"]]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.mark.usefixtures("smollm_file")
+@pytest.mark.parametrize(
+    "options", [("--compare",), ("--draft", "--page-size", "5", "--chunk", "200")], ids=str
+)
+def test_batched_generation_equals_transformers(capsys, recorded_prompts, options):
+    limit = str(RECORDED["made"]["max_tokens"])
+    status, found = run_json(capsys, "--prompts", recorded_prompts, "--max-tokens", limit, *options)
+    assert status == 0
+    assert [r["ids"] for r in found["requests"]] == [c["generated_ids"] for c in RECORDED["cases"]]
+    assert found["speed"]["mixed_steps"] > 0
+    assert found["attention"]["runs"] == 30 * found["speed"]["steps"]
+    if "--compare" in options:
+        assert found["compare"]["equal"] and found["compare"]["max_logit_difference"] < 1e-3
+    else:
+        assert found["draft"]["accepted"] > 0
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--draft", "--streaming", "4,60"], "exclude each other"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--model", "no_such_file.gguf"], "no_such_file.gguf"),
+        (["--model", __file__], "not a GGUF file"),
+        (["--prompts", "no_such_file.txt"], "no_such_file.txt"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, argv, words):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv", [["--page-size", "0"], ["--streaming", "4"], ["--streaming", "-1,5"], ["--dtype", "int8"]]
+)
+def test_bad_options_are_refused_by_the_parser(capsys, argv):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    capsys.readouterr()
+
+
+def test_prompt_files(tmp_path):
+    plain = tmp_path / "a.txt"
+    plain.write_text("One?\n\n  Two  \n")
+    assert [p.messages[-1]["content"] for p in read_prompts(plain, "Be kind.")] == ["One?", "Two"]
+    assert read_prompts(plain, "Be kind.")[0].messages[0] == {"role": "system", "content": "Be kind."}
+    lines = tmp_path / "b.jsonl"
+    lines.write_text(
+        '"Hi"\n{"prompt": "1, 2,", "max_tokens": 3}\n{"messages": [{"role": "user", "content": "x"}]}\n'
+    )
+    hi, raw, chat = read_prompts(lines)
+    assert (hi.messages[0]["content"], raw.raw, raw.max_tokens, chat.title) == ("Hi", "1, 2,", 3, "x")
+    lines.write_text('"Hi"\n{"text": "x"}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_prompts(lines)
