@@ -65,7 +65,7 @@ class StepAttention:
     @property
     def backend(self) -> str:
         """Name of the backend that runs."""
-        return self._attention.backend.name
+        return self._attention.backend
 
     def plan(self, batch: StepBatch, page_size: int) -> None:
         """Build the step's index and plan it, for all layers."""

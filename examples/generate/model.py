@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .product import product
 from .weights import LayerWeights, Weights
 
 # (layer, q [rows, num_qo_heads, head_dim], k, v [rows, num_kv_heads, head_dim]) -> [rows, num_qo_heads, head_dim]
@@ -48,9 +49,10 @@ class Model:
         x = self.weights.embedding[tokens]
         for i, layer in enumerate(self.weights.layers):
             x = self._attention(i, layer, x, (cos, sin), attend)
-            x += _swiglu(_rms_norm(x, layer.ffn_norm, self.config.rms_eps) @ layer.gate_up) @ layer.down
+            gate_up = product(_rms_norm(x, layer.ffn_norm, self.config.rms_eps), layer.gate_up)
+            x += product(_swiglu(gate_up), layer.down)
         x = _rms_norm(x[logit_rows], self.weights.final_norm, self.config.rms_eps)
-        return x @ self.weights.head.T
+        return product(x, self.weights.head.T)
 
     def _attention(
         self,
@@ -61,12 +63,12 @@ class Model:
         attend: Attend,
     ) -> np.ndarray:
         cfg = self.config
-        qkv = _rms_norm(x, layer.attn_norm, cfg.rms_eps) @ layer.qkv
+        qkv = product(_rms_norm(x, layer.attn_norm, cfg.rms_eps), layer.qkv)
         heads = qkv.reshape(len(x), cfg.num_qo_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
         turned = cfg.num_qo_heads + cfg.num_kv_heads
         _rotate(heads[:, :turned], *rotation)
         out = attend(i, heads[:, : cfg.num_qo_heads], heads[:, cfg.num_qo_heads : turned], heads[:, turned:])
-        x += out.reshape(len(x), -1) @ layer.out
+        x += product(out.reshape(len(x), -1), layer.out)
         return x
 
 
