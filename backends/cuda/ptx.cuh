@@ -66,6 +66,15 @@ ATTNRT_DEV u32 pack2(float lo, float hi) {
   return r;
 }
 
+// Four bytes picked from x; nibble i of Sel names byte i of the result, its top bit asks for eight copies of that byte's sign
+// (which __byte_perm masks away).
+template <int Sel>
+ATTNRT_DEV u32 prmt(u32 x) {
+  u32 r;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "n"(Sel));
+  return r;
+}
+
 // ---------------------------------------------------------------- cp.async (sm_80)
 
 // 16 bytes from global to shared, L2 only; bytes past src_bytes (0 or 16) are written as zero without being read.

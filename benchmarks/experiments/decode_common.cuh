@@ -22,15 +22,20 @@ constexpr float kNegInf = -__builtin_huge_valf();
 
 enum Merge { kMergeNone = 0, kMergeLast = 1, kMergeKernel = 2 };
 
-struct Item {
+// 32 bytes, one record holds all that an item needs: a second look-up would cost another cold miss (0.4 us) in a short kernel.
+struct __align__(16) Item {
   int pair;         // request * kHeads + kv head
   int tile0, tile1; // tiles of the pair, half open
   int slot0;        // first partial slot of this item, -1: the row is held whole
+  int merge_slot0, merge_slots;  // partial slots of the pair in fold order
+  int parts;                     // items that write them
+  int pad;
 };
 
-struct PairSlots {
-  int slot0, slots; // partial slots of the pair in fold order
-  int parts;        // items that write them
+struct __align__(16) Worker {
+  int begin, end;   // items
+  int pad[2];
+  Item first;       // copy of items[begin]
 };
 
 struct Params {
@@ -40,8 +45,8 @@ struct Params {
   const int* table;            // [requests, pages_per_request]
   int pages_per_request;
   const Item* items;
-  const int* worker_indptr;    // [workers + 1]
-  const PairSlots* pairs;
+  const Worker* workers;       // [workers]
+  const Item* merges;          // [merges] one item of each pair that the merge kernel has to fold
   float* part;                 // [slots, kGroup, kDim] not divided
   float2* ml;                  // [slots, kGroup] (max in base-2 units, sum)
   unsigned* counters;          // [pairs], zero before and after
@@ -49,7 +54,7 @@ struct Params {
   float scale_log2;
   int leaf_tiles;
   int merge;
-  int num_pairs;
+  int num_merges;
 };
 
 // ---- fold: explicit rounding, the same in registers and from memory. Folds b into a.
@@ -81,21 +86,27 @@ struct Loader {
   unsigned dst_off;
   int head;
 
-  __device__ Loader(const Params& params, u32 base, int begin, int stop) : p(params), ring(base), item(begin), end(stop) {
+  int next_pair, next_tile0, next_tile1;  // the item after this one, read ahead
+
+  __device__ Loader(const Params& params, u32 base, const Worker& wk) : p(params), ring(base), item(wk.begin), end(wk.end) {
     int row = threadIdx.x / 16, c = threadIdx.x % 16;
     row_off = row * kHeads * kDim + c * 8;
     dst_off = (c / 8) * (kTile * 128) + row * 128 + ((c % 8 ^ row) << 4);
     half = slot = 0;
+    next_pair = wk.first.pair, next_tile0 = wk.first.tile0, next_tile1 = wk.first.tile1;
     open();
   }
   __device__ __forceinline__ void open() {
     if (item >= end) return;
-    Item it = p.items[item];
-    tile = it.tile0;
-    tile_end = it.tile1;
-    head = it.pair % kHeads;
-    row_pages = p.table + (size_t)(it.pair / kHeads) * p.pages_per_request;
+    tile = next_tile0;
+    tile_end = next_tile1;
+    head = next_pair % kHeads;
+    row_pages = p.table + (size_t)(next_pair / kHeads) * p.pages_per_request;
     pages = *(const int4*)(row_pages + tile * 4);
+    if (item + 1 < end) {
+      int4 x = *(const int4*)(p.items + item + 1);
+      next_pair = x.x, next_tile0 = x.y, next_tile1 = x.z;
+    }
   }
   const int* row_pages;
 
@@ -123,28 +134,27 @@ struct Loader {
   }
 };
 
-// ---- merge of one pair's states, by 128 threads: thread -> row tid/32, four numbers of d. Not inlined: its loads in flight would
-// take registers from the main loop.
-static __device__ __noinline__ void merge_pair(const Params& p, int pair) {
-  PairSlots ps = p.pairs[pair];
+// ---- merge of one pair's states, by 128 threads: thread -> row tid/32, four numbers of d. Four
+// states in flight: more would take registers from the main loop, and a call would cost it some 50 (callee's registers are added).
+static __device__ void merge_pair(const float* part, const float2* states, unsigned short* out, int pair, int slot0, int slots) {
   int row = threadIdx.x / 32, d = threadIdx.x % 32 * 4;
-  const float4* src = (const float4*)(p.part + ((size_t)ps.slot0 * kGroup + row) * kDim + d);
-  const float2* ml = p.ml + (size_t)ps.slot0 * kGroup + row;
+  const float4* src = (const float4*)(part + ((size_t)slot0 * kGroup + row) * kDim + d);
+  const float2* ml = states + (size_t)slot0 * kGroup + row;
   float m = 0, l = 0;
   float4 acc = make_float4(0, 0, 0, 0);
-  constexpr int kBatch = 8;
-  for (int s0 = 0; s0 < ps.slots; s0 += kBatch) {
+  constexpr int kBatch = 4;
+  for (int s0 = 0; s0 < slots; s0 += kBatch) {
     float4 a[kBatch];
     float2 x[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
-      if (s0 + i < ps.slots) {
+      if (s0 + i < slots) {
         a[i] = __ldcg(src + (size_t)(s0 + i) * (kGroup * kDim / 4));
         x[i] = __ldcg(ml + (s0 + i) * kGroup);
       }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
-      if (s0 + i < ps.slots) {
+      if (s0 + i < slots) {
         if (s0 + i == 0) {
           m = x[0].x, l = x[0].y, acc = a[0];
         } else {
@@ -157,27 +167,27 @@ static __device__ __noinline__ void merge_pair(const Params& p, int pair) {
   float inv = __frcp_rn(l);
   uint2 o = make_uint2(pack2<Half16::bf16>(__fmul_rn(acc.x, inv), __fmul_rn(acc.y, inv)),
                        pack2<Half16::bf16>(__fmul_rn(acc.z, inv), __fmul_rn(acc.w, inv)));
-  *(uint2*)(p.out + ((size_t)pair * kGroup + row) * kDim + d) = o;
+  *(uint2*)(out + ((size_t)pair * kGroup + row) * kDim + d) = o;
 }
 
 static __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ Params p) {
+  const Item it = p.merges[blockIdx.x];
   grid_dep_wait();
-  if (p.pairs[blockIdx.x].slots) merge_pair(p, blockIdx.x);
+  merge_pair(p.part, p.ml, p.out, it.pair, it.merge_slot0, it.merge_slots);
 }
 
 // After this CTA has written its states of `pair`: the last of the pair's writers merges. flag: one shared word.
-static __device__ __forceinline__ void finish_item(const Params& p, int pair, volatile int* flag) {
+static __device__ __forceinline__ void finish_item(const Params& p, const Item& it, volatile int* flag) {
   if (p.merge != kMergeLast) return;
   __syncthreads();
   if (threadIdx.x == 0) {
     unsigned old;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(p.counters + pair) : "memory");
-    int last = old + 1 == (unsigned)p.pairs[pair].parts;
-    if (last) p.counters[pair] = 0;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(p.counters + it.pair) : "memory");
+    int last = old + 1 == (unsigned)it.parts;
+    if (last) p.counters[it.pair] = 0;
     *flag = last;
   }
   __syncthreads();
-  if (*flag) merge_pair(p, pair);
-  __syncthreads();
+  if (*flag) merge_pair(p.part, p.ml, p.out, it.pair, it.merge_slot0, it.merge_slots);
 }
 }  // namespace exp_decode

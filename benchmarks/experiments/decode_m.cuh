@@ -15,10 +15,13 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_c
   __shared__ int s_flag;
   const u32 ring = smem_addr(smem), a_q = smem_addr(s_q);
   const int tid = threadIdx.x, w = __shfl_sync(~0u, tid / 32, 0), lane = tid % 32, g = lane / 4, t = lane % 4;
-  const int begin = p.worker_indptr[blockIdx.x], end = p.worker_indptr[blockIdx.x + 1];
+  grid_dep_launch();
+  const Worker wk = p.workers[blockIdx.x];
+  const int begin = wk.begin, end = wk.end;
+  Loader<Stages> ld(p, ring, wk);
+  grid_dep_wait();
   if (begin == end) return;
-  Loader<Stages> ld(p, ring, begin, end);
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < Stages - 1; ++i) ld.issue();
   int slot = 0;
   auto advance = [&] { slot = slot + 1 == Stages ? 0 : slot + 1; };
@@ -28,8 +31,9 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_c
     __syncthreads();
   };
 
+  Item it = wk.first;
+#pragma unroll 1
   for (int i = begin; i < end; ++i) {
-    const Item it = p.items[i];
     {
       int row = tid / 16, col = tid % 16;
       uint4 x = make_uint4(0, 0, 0, 0);
@@ -39,11 +43,13 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_c
     float rm = 0, rl = 0;
     bool have = false;
     int leaf_slot = it.slot0;
+#pragma unroll 1
     for (int tile = it.tile0; tile < it.tile1;) {
       const int leaf_end = min(it.tile1, (tile / p.leaf_tiles + 1) * p.leaf_tiles);
       float m = kNegInf, l = 0.f, acc[64];
 #pragma unroll
       for (int a = 0; a < 64; ++a) acc[a] = 0.f;
+#pragma unroll 1
       for (; tile < leaf_end; ++tile) {
         await_stage();
         ld.issue();
@@ -121,8 +127,9 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_c
         if (it.tile0 != 0) ++leaf_slot, have = false;
       }
     }
-    if (it.slot0 >= 0) finish_item(p, it.pair, &s_flag);
+    if (it.slot0 >= 0) finish_item(p, it, &s_flag);
     __syncthreads();
+    if (i + 1 < end) it = p.items[i + 1];
   }
 }
 
@@ -136,20 +143,33 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_c
   __shared__ int s_flag;
   const u32 ring = smem_addr(smem), a_p = smem_addr(s_p);
   const int tid = threadIdx.x, w = __shfl_sync(~0u, tid / 32, 0), lane = tid % 32, g = lane / 4, t = lane % 4;
-  const int begin = p.worker_indptr[blockIdx.x], end = p.worker_indptr[blockIdx.x + 1];
+  grid_dep_launch();
+  const Worker wk = p.workers[blockIdx.x];
+  const int begin = wk.begin, end = wk.end;
+  Loader<Stages> ld(p, ring, wk);
+  grid_dep_wait();
   if (begin == end) return;
-  Loader<Stages> ld(p, ring, begin, end);
-#pragma unroll
-  for (int i = 0; i < Stages - 1; ++i) ld.issue();
+#pragma unroll 1
+  for (int i = 0; i < Stages; ++i) ld.issue();
   int slot = 0;
   auto advance = [&] { slot = slot + 1 == Stages ? 0 : slot + 1; };
-  auto await_stage = [&] {
-    cp_async_wait<Stages - 2>();
+  // The slot of K is refilled after the barrier inside the softmax, the slot of V after the next tile's first barrier: at the wait for
+  // V Stages - 1 younger groups are open, at the wait for K one less, except at the first tile.
+  bool first = true;
+  auto await_k = [&] {
+    if (first) cp_async_wait<Stages - 1>(); else cp_async_wait<Stages - 2>();
+    __syncthreads();
+    if (!first) ld.issue();
+    first = false;
+  };
+  auto await_v = [&] {
+    cp_async_wait<Stages - 1>();
     __syncthreads();
   };
 
+  Item it = wk.first;
+#pragma unroll 1
   for (int i = begin; i < end; ++i) {
-    const Item it = p.items[i];
     u32 qa[8][2];  // rows 8..15 of the A operand are zero
 #pragma unroll
     for (int ks = 0; ks < 8; ++ks)
@@ -159,14 +179,15 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_c
     float rm = 0, rl = 0, racc[8];
     bool have = false;
     int leaf_slot = it.slot0;
+#pragma unroll 1
     for (int tile = it.tile0; tile < it.tile1;) {
       const int leaf_end = min(it.tile1, (tile / p.leaf_tiles + 1) * p.leaf_tiles);
       float m = kNegInf, l = 0.f, acc[4][4];
 #pragma unroll
       for (int a = 0; a < 16; ++a) acc[a / 4][a % 4] = 0.f;
+#pragma unroll 1
       for (; tile < leaf_end; ++tile) {
-        await_stage();
-        ld.issue();
+        await_k();
         float s[2][4];
 #pragma unroll
         for (int a = 0; a < 8; ++a) s[a / 4][a % 4] = 0.f;
@@ -188,6 +209,7 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_c
         mx = fmaxf(mx, __shfl_xor_sync(~0u, mx, 2));
         if (t == 0) s_red[w][g] = mx;
         __syncthreads();
+        ld.issue();
         mx = fmaxf(fmaxf(s_red[0][g], s_red[1][g]), fmaxf(s_red[2][g], s_red[3][g]));
         float mn = fmaxf(m, mx * p.scale_log2), corr = ex2(m - mn);
         m = mn;
@@ -201,8 +223,7 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_c
         l = __fmaf_rn(l, corr, sum);
 #pragma unroll
         for (int n = 0; n < 4; ++n) acc[n][0] *= corr, acc[n][1] *= corr;
-        await_stage();
-        ld.issue();
+        await_v();
         {
           const int row = lane & 15, col = (w & 1) * 4 + (lane >> 4);
           const u32 vb = ring + slot * kStage + (w >> 1) * (kTile * 128) + row * 128 + ((col ^ (row & 7)) << 4);
@@ -258,8 +279,9 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_c
       ++leaf_slot;
       have = false;
     }
-    if (it.slot0 >= 0) finish_item(p, it.pair, &s_flag);
+    if (it.slot0 >= 0) finish_item(p, it, &s_flag);
     __syncthreads();
+    if (i + 1 < end) it = p.items[i + 1];
   }
 }
 }  // namespace exp_decode

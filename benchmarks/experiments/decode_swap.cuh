@@ -1,38 +1,56 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode with the operands swapped: S^T = K Q^T and O^T = V^T P^T, keys (then d) on M, queries on N.
 // Wg: wgmma m64nNk16 with both operands in shared memory; else mma.sync m16n8k16 (N = 8), a warp owning 16 keys, then 32 of d.
+// RowOrder (N = 8): the sum of exponentials is formed in the order of a kernel with queries on M (thread t of a quad adds keys 2t, 2t+1 of
+// every 8), so that the whole state has the bits of decode_m64: P goes to shared memory in float32 too and warp 0 adds it up.
 // A thread holds S^T of keys 16w + g (+8) and queries 8n + 2t (+1); the softmax runs down the columns, across lanes and warps.
 #pragma once
 #include "decode_common.cuh"
 
 namespace exp_decode {
 
-template <bool Wg, int N, int Stages, int CtasPerSm>
+template <bool Wg, int N, int Stages, int CtasPerSm, bool RowOrder = false>
 __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_constant__ Params p) {
-  static_assert(Wg || N == 8, "mma.sync takes 8 queries");
+  static_assert(N == 8 || (Wg && !RowOrder), "mma.sync and RowOrder take 8 queries");
+  constexpr int kRowE = kTile + 4;  // floats, conflict-free
   constexpr int NG = N / 8, C = 2 * NG, A = Wg ? N / 2 : 4;
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char *s_q = smem + Stages * kStage, *s_p = s_q + N * 256;
   float* s_red = (float*)(s_p + NG * 1024);  // [4, N]
+  float* s_e = s_red + 4 * N;                // [8, kRowE] if RowOrder
   __shared__ int s_flag;
   const u32 ring = smem_addr(smem), a_q = smem_addr(s_q), a_p = smem_addr(s_p);
   const int tid = threadIdx.x, w = __shfl_sync(~0u, tid / 32, 0), lane = tid % 32, g = lane / 4, t = lane % 4;
-  const int begin = p.worker_indptr[blockIdx.x], end = p.worker_indptr[blockIdx.x + 1];
-  if (begin == end) return;
+  grid_dep_launch();
+  const Worker wk = p.workers[blockIdx.x];
+  const int begin = wk.begin, end = wk.end;
 
-  Loader<Stages> ld(p, ring, begin, end);
-#pragma unroll
-  for (int i = 0; i < Stages - 1; ++i) ld.issue();
+  Loader<Stages> ld(p, ring, wk);
+  grid_dep_wait();
+  if (begin == end) return;
+#pragma unroll 1
+  for (int i = 0; i < Stages; ++i) ld.issue();
   int slot = 0;
   auto advance = [&] { slot = slot + 1 == Stages ? 0 : slot + 1; };
-  auto await_stage = [&] {
-    cp_async_wait<Stages - 2>();
+  // The slot of K is refilled after the barrier inside the softmax, the slot of V after the next tile's first barrier: at the wait for
+  // V Stages - 1 younger groups are open, at the wait for K one less, except at the first tile.
+  bool first = true;
+  auto await_k = [&] {
+    if (first) cp_async_wait<Stages - 1>(); else cp_async_wait<Stages - 2>();
+    fence_proxy_async();
+    __syncthreads();
+    if (!first) ld.issue();
+    first = false;
+  };
+  auto await_v = [&] {
+    cp_async_wait<Stages - 1>();
     fence_proxy_async();
     __syncthreads();
   };
 
+  Item it = wk.first;
+#pragma unroll 1
   for (int i = begin; i < end; ++i) {
-    const Item it = p.items[i];
     // Q of the item: kGroup live rows of N; the last reads of the old Q ended before the last barrier.
     for (int c = tid; c < N * 16; c += kThreads) {
       int row = c / 16, col = c % 16;
@@ -53,17 +71,18 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
           qf[ks][h] = *(const u32*)(s_q + ks / 4 * (N * 128) + g * 128 + ((ks % 4 * 2 + h ^ g) << 4) + t * 4);
     }
 
+#pragma unroll 1
     for (int tile = it.tile0; tile < it.tile1;) {
       const int leaf_end = min(it.tile1, (tile / p.leaf_tiles + 1) * p.leaf_tiles);
-      float m[C], l[C], acc[2][A];
+      float m[C], l[C], acc[2][A], row_l = 0.f;
 #pragma unroll
       for (int c = 0; c < C; ++c) m[c] = kNegInf, l[c] = 0.f;
 #pragma unroll
       for (int a = 0; a < A; ++a) acc[0][a] = acc[1][a] = 0.f;
 
+#pragma unroll 1
       for (; tile < leaf_end; ++tile) {
-        await_stage();
-        ld.issue();
+        await_k();
         float s[N / 2];
         if constexpr (Wg) {
           const u64 dk = desc_sw128(ring + slot * kStage, 16, 1024), dq = desc_sw128(a_q, 16, 1024);
@@ -101,11 +120,13 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
 #pragma unroll
           for (int n = 0; n < NG; ++n) *(float2*)(s_red + w * N + n * 8 + 2 * t) = make_float2(cm[2 * n], cm[2 * n + 1]);
         __syncthreads();
+        ld.issue();
+        float corr[2];
 #pragma unroll
         for (int n = 0; n < NG; ++n) {
           float2 x0 = *(float2*)(s_red + n * 8 + 2 * t), x1 = *(float2*)(s_red + N + n * 8 + 2 * t);
           float2 x2 = *(float2*)(s_red + 2 * N + n * 8 + 2 * t), x3 = *(float2*)(s_red + 3 * N + n * 8 + 2 * t);
-          float corr[2], mx[2] = {fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)), fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y))};
+          float mx[2] = {fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)), fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y))};
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float mn = fmaxf(m[2 * n + c], mx[c] * p.scale_log2);
@@ -116,7 +137,14 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
 #pragma unroll
           for (int c = 0; c < 4; ++c) e[c] = ex2(__fmaf_rn(s[4 * n + c], p.scale_log2, -m[2 * n + c % 2]));
 #pragma unroll
-          for (int c = 0; c < 2; ++c) l[2 * n + c] = __fmaf_rn(l[2 * n + c], corr[c], e[c] + e[c + 2]);
+          for (int c = 0; c < 2; ++c) {
+            if (RowOrder) {
+              s_e[(2 * t + c) * kRowE + w * 16 + g] = e[c];
+              s_e[(2 * t + c) * kRowE + w * 16 + g + 8] = e[c + 2];
+            } else {
+              l[2 * n + c] = __fmaf_rn(l[2 * n + c], corr[c], e[c] + e[c + 2]);
+            }
+          }
           *(u32*)(s_p + n * 1024 + (w * 16 + g) * 16 + t * 4) = pack2<Half16::bf16>(e[0], e[1]);
           *(u32*)(s_p + n * 1024 + (w * 16 + g + 8) * 16 + t * 4) = pack2<Half16::bf16>(e[2], e[3]);
 #pragma unroll
@@ -124,8 +152,16 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
 #pragma unroll
             for (int c = 0; c < 4; ++c) acc[mt][4 * n + c] *= corr[c % 2];
         }
-        await_stage();  // V is here and P is written
-        ld.issue();
+        await_v();  // V is here and P is written
+        if (RowOrder && w == 0) {
+          float c0 = __shfl_sync(~0u, corr[0], g / 2), c1 = __shfl_sync(~0u, corr[1], g / 2), sum = 0.f;
+#pragma unroll
+          for (int ks = 0; ks < 4; ++ks) {
+            float2 a = *(float2*)(s_e + g * kRowE + ks * 16 + 2 * t), b = *(float2*)(s_e + g * kRowE + ks * 16 + 8 + 2 * t);
+            sum += (a.x + a.y) + (b.x + b.y);
+          }
+          row_l = __fmaf_rn(row_l, g % 2 ? c1 : c0, sum);
+        }
         if constexpr (Wg) {
           const u64 dv = desc_sw128(ring + slot * kStage, 16, 1024), dp = desc_plain(a_p, 128, 1024);
           wgmma_pin(acc[0]), wgmma_pin(acc[1]);
@@ -158,19 +194,29 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
         advance();
       }
 
-      // end of a leaf: the sum over the 64 keys of a column, lanes first, then warps in order
+      if constexpr (RowOrder) {
+        if (w == 0) {
+          row_l = __fadd_rn(row_l, __shfl_xor_sync(~0u, row_l, 1));
+          row_l = __fadd_rn(row_l, __shfl_xor_sync(~0u, row_l, 2));
+          if (t == 0) s_red[g] = row_l;
+        }
+        __syncthreads();
+        l[0] = s_red[2 * t], l[1] = s_red[2 * t + 1];
+      } else {
+        // end of a leaf: the sum over the 64 keys of a column, lanes first, then warps in order
 #pragma unroll
-      for (int c = 0; c < C; ++c) {
-        l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 4));
-        l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 8));
-        l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 16));
-        if (g == 0) s_red[w * N + c / 2 * 8 + 2 * t + c % 2] = l[c];
-      }
-      __syncthreads();
+        for (int c = 0; c < C; ++c) {
+          l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 4));
+          l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 8));
+          l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 16));
+          if (g == 0) s_red[w * N + c / 2 * 8 + 2 * t + c % 2] = l[c];
+        }
+        __syncthreads();
 #pragma unroll
-      for (int c = 0; c < C; ++c) {
-        int q = c / 2 * 8 + 2 * t + c % 2;
-        l[c] = __fadd_rn(__fadd_rn(s_red[q], s_red[N + q]), __fadd_rn(s_red[2 * N + q], s_red[3 * N + q]));
+        for (int c = 0; c < C; ++c) {
+          int q = c / 2 * 8 + 2 * t + c % 2;
+          l[c] = __fadd_rn(__fadd_rn(s_red[q], s_red[N + q]), __fadd_rn(s_red[2 * N + q], s_red[3 * N + q]));
+        }
       }
       if (!have) {
 #pragma unroll
@@ -215,8 +261,9 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
       ++leaf_slot;
       have = false;
     }
-    if (it.slot0 >= 0) finish_item(p, it.pair, &s_flag);
+    if (it.slot0 >= 0) finish_item(p, it, &s_flag);
     __syncthreads();
+    if (i + 1 < end) it = p.items[i + 1];
   }
 }
 }  // namespace exp_decode

@@ -4,6 +4,8 @@
 // Every CTA is one trial: two vectors x, y of 128 16-bit numbers and a start value c. x sits in one row of A, y in one column of B
 // (or the other way round), every other row and column holds zeros, random numbers or NaN/inf garbage; the one element x.y + c is
 // kept. The host counts how many of the trials differ in any bit from mma.sync with x in row 0, y in column 0 and zeros elsewhere.
+#include <cmath>
+
 #include "common.cuh"
 using namespace attnrt::ptx;
 
@@ -214,6 +216,34 @@ static void all(Data d, bool wide, bool with_c) {
          "\"mma_max_rel_err\":%.3g}\n",
          d.type, d.dist, kTrials, differ, worst);
   compare(d, ref, l_mma<T>, "mma.sync m16n8k16");
+  // Positive control and a question of its own: the same products in another order of k.
+  const char* orders[] = {"k-steps of 16 reversed", "shuffled inside each 16", "halves of each 16 swapped", "shuffled inside each 8", "shuffled over all 128"};
+  for (int o = 0; o < 5; ++o) {
+    std::vector<unsigned short> px(x.size()), py(x.size());
+    for (int t = 0; t < kTrials; ++t) {
+      int idx[kDim], block = o == 3 ? 8 : o == 4 ? kDim : 16;
+      for (int k = 0; k < kDim; ++k) idx[k] = o == 0 ? kDim - 16 - k / 16 * 16 + k % 16 : o == 2 ? (k ^ 8) : k;
+      if (o == 1 || o >= 3)
+        for (int k = 0; k < kDim; ++k) {
+          int j = k / block * block + hash32(t * 1000ull + k) % (k % block + 1);
+          std::swap(idx[k], idx[j]);
+        }
+      for (int k = 0; k < kDim; ++k) px[t * kDim + k] = x[t * kDim + idx[k]], py[t * kDim + k] = y[t * kDim + idx[k]];
+    }
+    CHECK(cudaMemcpy(d.x, px.data(), x.size() * 2, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy(d.y, py.data(), y.size() * 2, cudaMemcpyHostToDevice));
+    int bad[2] = {};
+    for (int f = 0; f < 2; ++f) {
+      (f ? l_wg<T, 64, false, 0, 0> : l_mma<T>)(Case{d.x, d.y, d.c, d.out, 0, 0, 0, 1});
+      CHECK(cudaGetLastError());
+      auto v = fetch(d);
+      for (int t = 0; t < kTrials; ++t) bad[f] += v[t] != ref[t];
+    }
+    printf("{\"exp\":\"E1\",\"type\":\"%s\",\"data\":\"%s\",\"order\":\"%s\",\"trials\":%d,\"mma_other_bits\":%d,\"wgmma_other_bits\":%d}\n", d.type, d.dist,
+           orders[o], kTrials, bad[0], bad[1]);
+  }
+  CHECK(cudaMemcpy(d.x, x.data(), x.size() * 2, cudaMemcpyHostToDevice));
+  CHECK(cudaMemcpy(d.y, y.data(), y.size() * 2, cudaMemcpyHostToDevice));
   all_n<T, 8>(d, ref), all_n<T, 16>(d, ref), all_n<T, 24>(d, ref), all_n<T, 32>(d, ref), all_n<T, 64>(d, ref), all_n<T, 128>(d, ref);
 }
 
