@@ -54,6 +54,13 @@ ATTNRT_DEV float lg2(float x) {
   return r;
 }
 
+// 1/x within one unit in the last place, flush to zero; __frcp_rn is a call with a slow path.
+ATTNRT_DEV float rcp(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // Two float32 to two 16-bit floats, nearest even; lo lands in bits 0..15.
 template <Half16 T>
 ATTNRT_DEV u32 pack2(float lo, float hi) {

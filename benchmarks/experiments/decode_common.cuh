@@ -134,15 +134,15 @@ struct Loader {
   }
 };
 
-// ---- merge of one pair's states, by 128 threads: thread -> row tid/32, four numbers of d. Four
-// states in flight: more would take registers from the main loop, and a call would cost it some 50 (callee's registers are added).
+// ---- merge of one pair's states, by 128 threads: thread -> row tid/32, four numbers of d. kBatch
+// states in flight: 4 inside the attention kernel (8 already spill there, and a call would add the callee's registers), 16 in a kernel of its own.
+template <int kBatch>
 static __device__ void merge_pair(const float* part, const float2* states, unsigned short* out, int pair, int slot0, int slots) {
   int row = threadIdx.x / 32, d = threadIdx.x % 32 * 4;
   const float4* src = (const float4*)(part + ((size_t)slot0 * kGroup + row) * kDim + d);
   const float2* ml = states + (size_t)slot0 * kGroup + row;
   float m = 0, l = 0;
   float4 acc = make_float4(0, 0, 0, 0);
-  constexpr int kBatch = 4;
   for (int s0 = 0; s0 < slots; s0 += kBatch) {
     float4 a[kBatch];
     float2 x[kBatch];
@@ -164,7 +164,7 @@ static __device__ void merge_pair(const float* part, const float2* states, unsig
         }
       }
   }
-  float inv = __frcp_rn(l);
+  float inv = rcp(l);
   uint2 o = make_uint2(pack2<Half16::bf16>(__fmul_rn(acc.x, inv), __fmul_rn(acc.y, inv)),
                        pack2<Half16::bf16>(__fmul_rn(acc.z, inv), __fmul_rn(acc.w, inv)));
   *(uint2*)(out + ((size_t)pair * kGroup + row) * kDim + d) = o;
@@ -173,7 +173,7 @@ static __device__ void merge_pair(const float* part, const float2* states, unsig
 static __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ Params p) {
   const Item it = p.merges[blockIdx.x];
   grid_dep_wait();
-  merge_pair(p.part, p.ml, p.out, it.pair, it.merge_slot0, it.merge_slots);
+  merge_pair<16>(p.part, p.ml, p.out, it.pair, it.merge_slot0, it.merge_slots);
 }
 
 // After this CTA has written its states of `pair`: the last of the pair's writers merges. flag: one shared word.
@@ -188,6 +188,6 @@ static __device__ __forceinline__ void finish_item(const Params& p, const Item& 
     *flag = last;
   }
   __syncthreads();
-  if (*flag) merge_pair(p.part, p.ml, p.out, it.pair, it.merge_slot0, it.merge_slots);
+  if (*flag) merge_pair<4>(p.part, p.ml, p.out, it.pair, it.merge_slot0, it.merge_slots);
 }
 }  // namespace exp_decode

@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_fp8(const __grid_c
       for (int c = 0; c < 2; ++c) {
         int q = 2 * t + c;
         if (q >= kGroup) continue;
-        float inv = __frcp_rn(rl[c]);
+        float inv = rcp(rl[c]);
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt) {
           int d = w * 32 + mt * 16 + 2 * g;

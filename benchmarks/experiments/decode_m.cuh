@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_c
         }
         have = true;
         if ((it.tile0 != 0 || tile == it.tile1) && g < kGroup) {
-          float inv = __frcp_rn(rl);
+          float inv = rcp(rl);
 #pragma unroll
           for (int j = 0; j < 16; ++j) {
             if (it.slot0 < 0)
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_c
       have = true;
       if (it.tile0 == 0 && tile < it.tile1) continue;
       if (g < kGroup) {
-        float inv = __frcp_rn(rl);
+        float inv = rcp(rl);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           int d = w * 32 + n * 8 + 2 * t;

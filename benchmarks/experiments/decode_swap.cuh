@@ -239,24 +239,27 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
       have = true;
       const bool run_from_zero = it.tile0 == 0;
       if (run_from_zero && tile < it.tile1) continue;
-      // write: the output itself, or one state
+      // write: the output itself, or one state. One base pointer and constant offsets: the end of a short kernel runs from a cold
+      // instruction cache, so its code is kept small.
+      static_assert(kGroup == 4, "live queries are those of t = 0, 1 in the first group of 8");
+      if (t < 2) {
+        const int d = (Wg ? w * 16 : w * 32) + g;
+        if (it.slot0 < 0) {
+          unsigned short* o = p.out + ((size_t)it.pair * kGroup + 2 * t) * kDim + d;
 #pragma unroll
-      for (int c = 0; c < C; ++c) {
-        int q = c / 2 * 8 + 2 * t + c % 2;
-        if (q >= kGroup) continue;
-        float inv = __frcp_rn(rl[c]);
+          for (int c = 0; c < 2; ++c) {
+            float inv = rcp(rl[c]);
 #pragma unroll
-        for (int mt = 0; mt < 2; ++mt)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            int d = (Wg ? mt * 64 + w * 16 : w * 32 + mt * 16) + g + 8 * h;
-            float x = racc[mt][c / 2 * 4 + c % 2 + 2 * h];
-            if (it.slot0 < 0)
-              p.out[((size_t)it.pair * kGroup + q) * kDim + d] = to_bf16(__fmul_rn(x, inv));
-            else
-              p.part[((size_t)leaf_slot * kGroup + q) * kDim + d] = x;
+            for (int x = 0; x < 4; ++x) o[c * kDim + x / 2 * (Wg ? 64 : 16) + x % 2 * 8] = to_bf16(__fmul_rn(racc[x / 2][c + x % 2 * 2], inv));
           }
-        if (it.slot0 >= 0 && g == 0 && w == 0) p.ml[(size_t)leaf_slot * kGroup + q] = make_float2(rm[c], rl[c]);
+        } else {
+          float* o = p.part + ((size_t)leaf_slot * kGroup + 2 * t) * kDim + d;
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) o[c * kDim + x / 2 * (Wg ? 64 : 16) + x % 2 * 8] = racc[x / 2][c + x % 2 * 2];
+          if (g == 0 && w == 0) *(float4*)(p.ml + (size_t)leaf_slot * kGroup + 2 * t) = make_float4(rm[0], rl[0], rm[1], rl[1]);
+        }
       }
       ++leaf_slot;
       have = false;

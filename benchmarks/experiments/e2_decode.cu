@@ -336,6 +336,12 @@ int main() {
            (int)at.localSizeBytes, n, v.smem);
   }
 
+  if (getenv("SANITIZE")) {  // one small launch of each variant, for compute-sanitizer
+    for (auto& v : vs)
+      if (v.checked && run_once(Problem{4, 1024, 16}, v, 40, 4, 4, kMergeLast).empty()) return 1;
+    return 0;
+  }
+
   // Right first: float64 on sampled rows; the same bits for other worker counts, cuts and merges.
   Problem small{16, 1024, 16}, big{64, 4096, 1};
   std::vector<unsigned> acc0;
