@@ -20,7 +20,7 @@ constexpr int kDim = 128;
 constexpr int kStage = kTile * kDim * 2;  // bytes
 constexpr float kNegInf = -__builtin_huge_valf();
 
-enum Merge { kMergeNone = 0, kMergeLast = 1, kMergeKernel = 2 };
+enum Merge { kMergeNone = 0, kMergeLast = 1, kMergeKernel = 2, kMergeCta = 3 };
 
 // 32 bytes, one record holds all that an item needs: a second look-up would cost another cold miss (0.4 us) in a short kernel.
 struct __align__(16) Item {
@@ -89,7 +89,7 @@ struct Loader {
   int next_pair, next_tile0, next_tile1;  // the item after this one, read ahead
 
   __device__ Loader(const Params& params, u32 base, const Worker& wk) : p(params), ring(base), item(wk.begin), end(wk.end) {
-    int row = threadIdx.x / 16, c = threadIdx.x % 16;
+    int row = threadIdx.x % kThreads / 16, c = threadIdx.x % 16;
     row_off = row * kHeads * kDim + c * 8;
     dst_off = (c / 8) * (kTile * 128) + row * 128 + ((c % 8 ^ row) << 4);
     half = slot = 0;

@@ -3,26 +3,34 @@
 // Wg: wgmma m64nNk16 with both operands in shared memory; else mma.sync m16n8k16 (N = 8), a warp owning 16 keys, then 32 of d.
 // RowOrder (N = 8): the sum of exponentials is formed in the order of a kernel with queries on M (thread t of a quad adds keys 2t, 2t+1 of
 // every 8), so that the whole state has the bits of decode_m64: P goes to shared memory in float32 too and warp 0 adds it up.
+// Wgs > 1: that many warpgroups per CTA, each a worker with its own ring; with kMergeCta their one item each is a run of the same pair,
+// and the states fold in shared memory.
 // A thread holds S^T of keys 16w + g (+8) and queries 8n + 2t (+1); the softmax runs down the columns, across lanes and warps.
 #pragma once
 #include "decode_common.cuh"
 
 namespace exp_decode {
 
-template <bool Wg, int N, int Stages, int CtasPerSm, bool RowOrder = false>
-__global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_constant__ Params p) {
+template <bool Wg, int N, int Stages, int CtasPerSm, bool RowOrder = false, int Wgs = 1>
+__global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const __grid_constant__ Params p) {
   static_assert(N == 8 || (Wg && !RowOrder), "mma.sync and RowOrder take 8 queries");
   constexpr int kRowE = kTile + 4;  // floats, conflict-free
   constexpr int NG = N / 8, C = 2 * NG, A = Wg ? N / 2 : 4;
-  extern __shared__ __align__(1024) unsigned char smem[];
+  extern __shared__ __align__(1024) unsigned char smem_all[];
+  const int wg = Wgs == 1 ? 0 : __shfl_sync(~0u, threadIdx.x / kThreads, 0);
+  constexpr int kBytes = (Stages * kStage + N * 256 + NG * 1024 + N * 16 + (RowOrder ? 8 * kRowE * 4 : 0) + 1023) / 1024 * 1024;
+  unsigned char* smem = smem_all + wg * kBytes;
   unsigned char *s_q = smem + Stages * kStage, *s_p = s_q + N * 256;
   float* s_red = (float*)(s_p + NG * 1024);  // [4, N]
   float* s_e = s_red + 4 * N;                // [8, kRowE] if RowOrder
   __shared__ int s_flag;
   const u32 ring = smem_addr(smem), a_q = smem_addr(s_q), a_p = smem_addr(s_p);
-  const int tid = threadIdx.x, w = __shfl_sync(~0u, tid / 32, 0), lane = tid % 32, g = lane / 4, t = lane % 4;
+  const int tid = threadIdx.x % kThreads, w = __shfl_sync(~0u, tid / 32, 0), lane = tid % 32, g = lane / 4, t = lane % 4;
   grid_dep_launch();
-  const Worker wk = p.workers[blockIdx.x];
+  auto sync = [&] {
+    if constexpr (Wgs == 1) __syncthreads(); else bar_sync(1 + wg, kThreads);
+  };
+  const Worker wk = p.workers[blockIdx.x * Wgs + wg];
   const int begin = wk.begin, end = wk.end;
 
   Loader<Stages> ld(p, ring, wk);
@@ -38,14 +46,14 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
   auto await_k = [&] {
     if (first) cp_async_wait<Stages - 1>(); else cp_async_wait<Stages - 2>();
     fence_proxy_async();
-    __syncthreads();
+    sync();
     if (!first) ld.issue();
     first = false;
   };
   auto await_v = [&] {
     cp_async_wait<Stages - 1>();
     fence_proxy_async();
-    __syncthreads();
+    sync();
   };
 
   Item it = wk.first;
@@ -63,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
     int leaf_slot = it.slot0;
     u32 qf[8][2];
     if constexpr (!Wg) {
-      __syncthreads();
+      sync();
 #pragma unroll
       for (int ks = 0; ks < 8; ++ks)
 #pragma unroll
@@ -119,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
         if (g == 0)
 #pragma unroll
           for (int n = 0; n < NG; ++n) *(float2*)(s_red + w * N + n * 8 + 2 * t) = make_float2(cm[2 * n], cm[2 * n + 1]);
-        __syncthreads();
+        sync();
         ld.issue();
         float corr[2];
 #pragma unroll
@@ -200,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
           row_l = __fadd_rn(row_l, __shfl_xor_sync(~0u, row_l, 2));
           if (t == 0) s_red[g] = row_l;
         }
-        __syncthreads();
+        sync();
         l[0] = s_red[2 * t], l[1] = s_red[2 * t + 1];
       } else {
         // end of a leaf: the sum over the 64 keys of a column, lanes first, then warps in order
@@ -211,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
           l[c] = __fadd_rn(l[c], __shfl_xor_sync(~0u, l[c], 16));
           if (g == 0) s_red[w * N + c / 2 * 8 + 2 * t + c % 2] = l[c];
         }
-        __syncthreads();
+        sync();
 #pragma unroll
         for (int c = 0; c < C; ++c) {
           int q = c / 2 * 8 + 2 * t + c % 2;
@@ -244,7 +252,14 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
       static_assert(kGroup == 4, "live queries are those of t = 0, 1 in the first group of 8");
       if (t < 2) {
         const int d = (Wg ? w * 16 : w * 32) + g;
-        if (it.slot0 < 0) {
+        if (Wgs > 1 && p.merge == kMergeCta) {
+          float* o = (float*)smem + 2 * t * kDim + d;  // the ring is empty: this was the worker's last tile
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) o[c * kDim + x / 2 * (Wg ? 64 : 16) + x % 2 * 8] = racc[x / 2][c + x % 2 * 2];
+          if (g == 0 && w == 0) *(float4*)(smem + 2048 + 16 * t) = make_float4(rm[0], rl[0], rm[1], rl[1]);
+        } else if (it.slot0 < 0) {
           unsigned short* o = p.out + ((size_t)it.pair * kGroup + 2 * t) * kDim + d;
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
@@ -264,8 +279,25 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_swap(const __grid_
       ++leaf_slot;
       have = false;
     }
-    if (it.slot0 >= 0) finish_item(p, it, &s_flag);
-    __syncthreads();
+    if constexpr (Wgs > 1) {
+      if (p.merge == kMergeCta) {  // 512 threads, one number each
+        __syncthreads();
+        const int row = threadIdx.x / kDim, d = threadIdx.x % kDim;
+        float x = ((float*)smem_all)[row * kDim + d];
+        float2 ml = *(float2*)(smem_all + 2048 + row * 8);
+#pragma unroll
+        for (int s = 1; s < Wgs; ++s) {
+          const unsigned char* b = smem_all + s * kBytes;
+          float2 mb = *(const float2*)(b + 2048 + row * 8);
+          x = fold_acc(x, ((const float*)b)[row * kDim + d], fold_ml(ml.x, ml.y, mb.x, mb.y));
+        }
+        p.out[((size_t)it.pair * kGroup + row) * kDim + d] = to_bf16(__fmul_rn(x, rcp(ml.y)));
+        return;
+      }
+    } else {
+      if (it.slot0 >= 0) finish_item(p, it, &s_flag);
+    }
+    sync();
     if (i + 1 < end) it = p.items[i + 1];
   }
 }

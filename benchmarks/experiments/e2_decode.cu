@@ -67,6 +67,7 @@ struct Variant {
   bool checked;
   int tile = kTile;  // keys
   bool fp8 = false;
+  int wgs = 1;  // workers per CTA
 };
 
 static constexpr int smem_swap(int stages, int n) { return stages * kStage + n * 256 + n / 8 * 1024 + n * 16; }
@@ -159,7 +160,7 @@ static void launch(const Variant& v, int workers, const Params& p, cudaStream_t 
   cudaLaunchAttribute a{};
   a.id = cudaLaunchAttributeProgrammaticStreamSerialization, a.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t d{};
-  d.gridDim = dim3(workers), d.blockDim = dim3(kThreads), d.dynamicSmemBytes = v.smem, d.stream = s;
+  d.gridDim = dim3(workers / v.wgs), d.blockDim = dim3(kThreads * v.wgs), d.dynamicSmemBytes = v.smem, d.stream = s;
   d.attrs = &a, d.numAttrs = pdl;
   CHECK(cudaLaunchKernelEx(&d, v.f, p));
   if (p.merge != kMergeKernel || p.num_merges == 0) return;
@@ -273,7 +274,7 @@ static void bench(const char* exp, Problem pr, const Variant& v, int sms, int le
   upload(pl);
   double us = time_us(pr, v, workers, leaf, merge, pdl), bytes = (double)pr.requests * pr.kv_len * kHeads * kDim * (v.fp8 ? 2 : 4);
   printf("{\"exp\":\"%s\",\"variant\":\"%s\",\"bs\":%d,\"kv\":%d,\"leaf\":%d,\"unit\":%d,\"merge\":\"%s\",\"pdl\":%s,\"slots\":%d,\"cuts\":%d,\"us\":%.2f,\"tb_s\":%.3f}\n",
-         exp, v.name, pr.requests, pr.kv_len, leaf * v.tile, unit * v.tile, merge == 0 ? "none" : merge == 1 ? "last" : "kernel", pdl ? "true" : "false",
+         exp, v.name, pr.requests, pr.kv_len, leaf * v.tile, unit * v.tile, merge == 0 ? "none" : merge == 1 ? "last" : merge == 2 ? "kernel" : "cta", pdl ? "true" : "false",
          pl.slots, pl.cut, us, bytes / us * 1e-6);
   fflush(stdout);
 }
@@ -329,7 +330,7 @@ int main() {
   for (auto& v : vs) {
     CHECK(cudaFuncSetAttribute(v.f, cudaFuncAttributeMaxDynamicSharedMemorySize, v.smem));
     int n = 0;
-    CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, v.f, kThreads, v.smem));
+    CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, v.f, kThreads * v.wgs, v.smem));
     cudaFuncAttributes at;
     CHECK(cudaFuncGetAttributes(&at, v.f));
     printf("{\"exp\":\"E2\",\"variant\":\"%s\",\"registers\":%d,\"local_bytes\":%d,\"ctas_per_sm\":%d,\"smem\":%d}\n", v.name, at.numRegs,
@@ -380,6 +381,16 @@ int main() {
     if (v.checked) bench("E2", small, v, sms, 4, 4, kMergeNone);
     bench("E2", big, v, sms, 64, 64, kMergeLast);  // whole rows, one leaf
     bench("E2", big, v, sms, 8, 8, kMergeLast);    // leaves of 512, equal runs
+  }
+  // Four warpgroups per CTA, one leaf each, folded in shared memory.
+  Variant four{"swap wgmma n8 1x4 warpgroups", decode_swap<true, 8, 3, 1, true, 4>, 4 * ((smem_swap(3, 8) + kRowOrder + 1023) / 1024 * 1024), 1, true, kTile, false, 4};
+  CHECK(cudaFuncSetAttribute(four.f, cudaFuncAttributeMaxDynamicSharedMemorySize, four.smem));
+  {
+    auto a = run_once(small, four, 512, 4, 4, kMergeCta), b = run_once(small, vs[10], sms * 4, 4, 4, kMergeLast);
+    printf("{\"exp\":\"E4d\",\"variant\":\"%s\",\"rel_err_small\":%.2e,\"same_bits_as_last\":%s}\n", four.name, worst_error(small, four, a), a == b ? "true" : "false");
+    g_fail += a != b;
+    four.ctas = 4;
+    for (int pdl = 0; pdl < 2; ++pdl) bench("E4d", small, four, 128, 4, 4, kMergeCta, pdl), bench("E4d", small, four, 128, 4, 4, kMergeNone, pdl);
   }
   // E4a: leaves folded in registers (whole rows) and cut rows (equal runs)
   for (int i : {1, 2, 5, 6, 10, 12})
