@@ -391,6 +391,8 @@ int main() {
     g_fail += a != b;
     four.ctas = 4;
     for (int pdl = 0; pdl < 2; ++pdl) bench("E4d", small, four, 128, 4, 4, kMergeCta, pdl), bench("E4d", small, four, 128, 4, 4, kMergeNone, pdl);
+    bench("E4d", big, four, 128, 8, 64, kMergeNone);
+    bench("E4d", big, four, sms, 32, 32, kMergeKernel, true);
   }
   // E4a: leaves folded in registers (whole rows) and cut rows (equal runs)
   for (int i : {1, 2, 5, 6, 10, 12})
