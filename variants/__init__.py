@@ -7,7 +7,7 @@ for the CPU and CUDA text. See docs/add_a_variant.md.
 
 from attnrt.variants.bind import BoundParams
 from attnrt.variants.compose import Composed, compose
-from attnrt.variants.cpp_text import cpp
+from attnrt.variants.cpp_text import cpp, user_line
 from attnrt.variants.evaluate import NumpyVariant
 from attnrt.variants.flash_sigmoid import sigmoid
 from attnrt.variants.functions import (
@@ -91,5 +91,6 @@ __all__ = [
     "to_float",
     "to_int",
     "to_int64",
+    "user_line",
     "where",
 ]

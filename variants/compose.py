@@ -260,6 +260,12 @@ def _key(fields: dict[str, Any], params: tuple[Param, ...]) -> str:
 
 
 def _check_combination(variants: tuple[Variant, ...]) -> None:
+    labels = [t.label for v in variants for t in v.texts]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ArgumentError(
+                f"C++ text {label}", "must be in a composition once", hint="give the other a name"
+            )
     free = [v for v in variants if not v.use_softmax]
     if len(free) > 1:
         raise ArgumentError("variant", "can hold one softmax-free variant", [v.name for v in free])

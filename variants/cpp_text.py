@@ -13,7 +13,7 @@ from attnrt.variants.bind import check_default
 from attnrt.variants.expr import BOOL, FLOAT, Node, make
 from attnrt.variants.variant import Bound, CppText, PairMap, Param, Variant, check_bounds, input_node
 
-__all__ = ["cpp"]
+__all__ = ["cpp", "user_line"]
 
 PAIR_HOOKS = ("query", "key", "value")
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
@@ -89,7 +89,86 @@ def cpp(
     )
 
 
+# Names that mean something else inside a hook's body.
+TAKEN = frozenset(
+    [
+        "s",
+        "d",
+        "o",
+        "p",
+        "ctx",
+        "x0",
+        "x1",
+        "y0",
+        "y1",
+        "auto",
+        "bool",
+        "break",
+        "case",
+        "catch",
+        "char",
+        "class",
+        "const",
+        "constexpr",
+        "continue",
+        "default",
+        "delete",
+        "do",
+        "double",
+        "else",
+        "enum",
+        "explicit",
+        "extern",
+        "false",
+        "float",
+        "for",
+        "friend",
+        "goto",
+        "if",
+        "inline",
+        "int",
+        "long",
+        "namespace",
+        "new",
+        "operator",
+        "private",
+        "protected",
+        "public",
+        "register",
+        "return",
+        "short",
+        "signed",
+        "sizeof",
+        "static",
+        "struct",
+        "switch",
+        "template",
+        "this",
+        "throw",
+        "true",
+        "try",
+        "typedef",
+        "typename",
+        "union",
+        "unsigned",
+        "using",
+        "virtual",
+        "void",
+        "volatile",
+        "while",
+    ]
+)
+
+
+def user_line(log: str) -> tuple[str, int] | None:
+    """Label ("name.hook") and line of the first message in a compiler's log that lies in a variant's own text."""
+    found = re.search(r"^([A-Za-z]\w*\.(?:logits|mask|query|key|value|output))[:(](\d+)", log, re.MULTILINE)
+    return (found[1], int(found[2])) if found else None
+
+
 def _param(name: str, given: Any) -> Param:
+    if name in TAKEN:
+        raise ArgumentError(f"parameter {name}", "must not have a name that is taken in C++ or by the hook")
     if isinstance(given, Param):
         return check_default(dataclasses.replace(given, name=name))
     if isinstance(given, str):

@@ -18,7 +18,8 @@ FIELDS = ("request", "qo_pos", "kv_pos", "qo_head", "kv_head", "qo_row", "qo_len
 CTX = np.dtype([(f, "<i4") for f in FIELDS] + [("kv_slot", "<i8")])
 
 WRAPPER = """
-using V = attnrt::Variant;
+namespace NAMESPACE {
+using V = attnrt::STRUCT;
 using P = const attnrt::ParamRef*;
 extern "C" {
 void logits(P p, const attnrt::Ctx* c, long n, const float* s, float* out) {
@@ -30,8 +31,9 @@ void mask(P p, const attnrt::Ctx* c, long n, bool* out, int* low, int* high) {
     V::visible(V::row(p, c[i]), low[i], high[i]);
   }
 }
-#define PAIRS(hook) \\
-  void hook(P p, const attnrt::Ctx* c, long n, float* x, int head_dim) { \\
+#undef PAIRS
+#define PAIRS(hook, suffix) \\
+  void hook##suffix(P p, const attnrt::Ctx* c, long n, float* x, int head_dim) { \\
     const int dim = V::hook##_dim ? V::hook##_dim : head_dim, kind = V::hook##_pairing; \\
     for (long i = 0; i < n; ++i) \\
       for (int d = 0; d < attnrt::pair_count(kind, dim); ++d) \\
@@ -52,7 +54,23 @@ void flags(int* out) {
   for (int i = 0; i < 10; ++i) out[i] = f[i];
 }
 }
+}
 """
+FUNCTIONS = ("logits", "mask", "query", "key", "value", "output", "sink", "flags")
+
+
+def wrapper(struct: str = "Variant", suffix: str = "", full: bool = True) -> str:
+    """C functions over one printed struct (logits and mask, or all); ``suffix`` keeps several apart."""
+    head, rest = WRAPPER.split("#undef PAIRS")
+    text = head + ("#undef PAIRS" + rest if full else "}\n}\n")
+    text = text.replace("STRUCT", struct).replace("NAMESPACE", f"test{suffix}")
+    for name in FUNCTIONS:
+        text = text.replace(f"void {name}(", f"void {name}{suffix}(").replace(
+            f"PAIRS({name})", f"PAIRS({name}, {suffix})"
+        )
+    return text
+
+
 FLAGS = ["use_softmax", "has_logits", "has_mask", "has_query", "has_key", "has_value"]
 FLAGS += ["has_output", "has_sink", "mask_is_interval", "reads_index_mask"]
 
@@ -77,8 +95,8 @@ def fields(c: np.ndarray) -> dict[str, np.ndarray]:
 class Native:
     """The hooks of one compiled variant as NumPy functions."""
 
-    def __init__(self, library: ctypes.CDLL, bound: av.BoundParams) -> None:
-        self.library, self.bound = library, bound
+    def __init__(self, library: ctypes.CDLL, bound: av.BoundParams, suffix: str = "") -> None:
+        self.library, self.bound, self.suffix = library, bound, suffix
         self.table = np.ascontiguousarray(bound.table)
 
     def _call(self, name: str, c: np.ndarray, *args: object) -> None:
@@ -86,7 +104,7 @@ class Native:
         converted = [
             ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else ctypes.c_int(a) for a in args
         ]
-        getattr(self.library, name)(
+        getattr(self.library, name + self.suffix)(
             ctypes.c_void_p(self.table.ctypes.data),
             ctypes.c_void_p(c.ctypes.data),
             ctypes.c_long(len(c)),
@@ -160,7 +178,7 @@ def build(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="session")
 def native(build):
     """Function (compiled variant, bound parameters) -> Native."""
-    return lambda variant, bound: Native(build(variant.cpp_source() + WRAPPER), bound)
+    return lambda variant, bound: Native(build(variant.cpp_source() + wrapper()), bound)
 
 
 @pytest.fixture
@@ -174,4 +192,6 @@ def kit(native) -> SimpleNamespace:
             variant=compiled, bound=bound, numpy=compiled.numpy(bound), native=native(compiled, bound)
         )
 
-    return SimpleNamespace(both=both, contexts=contexts, fields=fields, ctx_dtype=CTX)
+    return SimpleNamespace(
+        both=both, contexts=contexts, fields=fields, ctx_dtype=CTX, wrapper=wrapper, native=Native
+    )
