@@ -10,6 +10,7 @@ from attnrt.backends.cuda import driver, pack, tables
 from attnrt.backends.cuda.append import APPEND, Appender
 from attnrt.backends.cuda.kernel import CudaKernel
 from attnrt.backends.cuda.render import ATTEND, MERGE, render
+from attnrt.device import as_device
 from attnrt.memory import ops_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class CudaBackend:
     def __init__(self) -> None:
         self._kernels: dict[tuple[AttentionSpec, int], CudaKernel] = {}
         self._lock = threading.Lock()
+
+    def current_device(self) -> Device:
+        """The device of the thread's current context; cuda:0 where there is none, so that why_not can say what is missing."""
+        return as_device(f"cuda:{driver.current_device() if driver.why_not() is None else 0}")
 
     def why_not_compiler(self) -> tuple[str, ...]:
         """Reasons why this backend cannot compile here."""

@@ -17,7 +17,7 @@ BACKENDS = ("nvrtc", "nvcc")
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def cuda(request):
-    reasons = at.backends.status(device="cuda")[request.param]
+    reasons = at.backends.status(spec(), device="cuda")[request.param]
     assert not reasons, reasons
     return request.param
 

@@ -22,14 +22,14 @@ __device__ __forceinline__ FinishRow finish_head(const ParamRef* params, const C
     row.lse = neg_inf();
     return row;
   }
+  const bool empty = m == neg_inf();  // before the sink: a row that sees no key stays the identity of merge
   float scale = 1.0f;
   if constexpr (Variant::has_sink) {
     const Fold f = fold_head<true>(m, l, __fmul_rn(Variant::sink(params, c), kLog2e), 1.0f);
-    scale = f.take == 0 ? f.scale_a : (f.take == 1 ? 1.0f : 0.0f);
+    scale = f.take == 0 ? f.scale_a : 1.0f;
     m = f.m;
     l = f.l;
   }
-  const bool empty = m == neg_inf();
   row.inverse = empty ? 0.0f : __fmul_rn(scale, __frcp_rn(l));
   row.lse = empty ? neg_inf() : __fmul_rn(__fadd_rn(m, log2f(l)), kLn2);
   return row;
