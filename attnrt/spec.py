@@ -79,6 +79,7 @@ class AttentionSpec:
             self.q_dtype if self.out_dtype is None else as_dtype(self.out_dtype, "out_dtype").name,
         )
         put("variant", compose(self.variant))
+        _check_pairs(self.variant, self.head_dim, self.head_dim_vo)
         if self.kv_layout not in KV_LAYOUTS:
             raise ArgumentError("kv_layout", "must be 'NHD' or 'HND'", repr(self.kv_layout))
         if self.shared_kv and self.head_dim_vo > self.head_dim:
@@ -104,6 +105,19 @@ class AttentionSpec:
     def composed(self) -> CompiledVariant:
         """The variants as one composed value."""
         return self.variant
+
+
+def _check_pairs(variant: CompiledVariant, head_dim: int, head_dim_vo: int) -> None:
+    """A hook that maps more numbers than a head has would read its neighbour's."""
+    for hook, pairs, dim in (
+        ("query", variant.query, head_dim),
+        ("key", variant.key_map, head_dim),
+        ("value", variant.value, head_dim_vo),
+    ):
+        if pairs is not None and pairs.dim is not None and pairs.dim > dim:
+            raise ArgumentError(
+                "variant", f"must map at most the {dim} numbers of a head in its {hook} hook", pairs.dim
+            )
 
 
 def _positive(name: str, value: object) -> int:

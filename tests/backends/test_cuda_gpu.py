@@ -48,7 +48,7 @@ VARIANTS = {
     "rope": (v.rope(64), v.causal()),
     "rope interleaved": (v.rope(128, interleaved=True), v.causal()),
     "sinks": (v.causal(), v.sink_logits(0.5)),
-    "all": (v.rope(128), v.causal(), v.sliding_window(300), v.softcap(20.0), v.sink_logits(-1.0)),
+    "all": (v.rope(64), v.causal(), v.sliding_window(300), v.softcap(20.0), v.sink_logits(-1.0)),
 }
 
 
