@@ -160,6 +160,8 @@ class Workspace:
         index_at, index_bytes = lay.offsets(sizes)
         bound = bound_views(plan, self.device)
         shared = self._resident(plan)
+        if shared == tenant.number and plan_bytes > tenant.layout.plan:
+            shared = -1  # the cell is about to move, and the index with it
         place = self._place(tenant) if shared < 0 else shared
         self._reserve(tenant, place, plan_bytes, index_bytes if shared < 0 else 0, plan.num_slots, stream)
         self._order_load(tenant, stream)
