@@ -94,8 +94,9 @@ class Runtime:
         """The kernel for an index of these features."""
         found = self._kernels.get(features)
         if found is None:
-            require(self.backend, self.spec, features, self.device)
-            found = self._kernels[features] = self.backend.compile(self.spec, features, self.device)
+            spec = with_mask(self.spec) if features.masked else self.spec
+            require(self.backend, spec, features, self.device)
+            found = self._kernels[features] = self.backend.compile(spec, features, self.device)
         return found
 
     def check_index(self, index: Index) -> None:
@@ -346,6 +347,16 @@ class Runtime:
             raise CaptureError("out", "must be given inside a capture", None, "run() may not allocate there")
         if return_lse and lse is None:
             raise CaptureError("lse", "must be given inside a capture", None, "run() may not allocate there")
+
+
+def with_mask(spec: AttentionSpec) -> AttentionSpec:
+    """The spec whose kernels read the mask bits of an index: an index that owns bits is never read without them, whether or not
+    the variant says custom_mask()."""
+    composed = spec.variant
+    if composed.reads_index_mask:
+        return spec
+    key = composed.key + "|reads_index_mask=True"
+    return replace(spec, variant=replace(composed, reads_index_mask=True, key=key))
 
 
 def features_of_plan(plan: Plan) -> Features:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attnrt.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from attnrt.variants import CompiledVariant
+    from attnrt.variants import Composed
 
 KV_LAYOUTS = ("NHD", "HND")
 DETERMINISM = ("batch", "token", "run")
@@ -54,7 +54,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         from attnrt.dtypes import as_dtype
-        from attnrt.variants import compose
+        from attnrt.variants import Composed, compose
 
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
@@ -78,7 +78,8 @@ class AttentionSpec:
             "out_dtype",
             self.q_dtype if self.out_dtype is None else as_dtype(self.out_dtype, "out_dtype").name,
         )
-        put("variant", compose(self.variant))
+        if not isinstance(self.variant, Composed):  # dataclasses.replace hands the composed one over
+            put("variant", compose(self.variant))
         _check_pairs(self.variant, self.head_dim, self.head_dim_vo)
         if self.kv_layout not in KV_LAYOUTS:
             raise ArgumentError("kv_layout", "must be 'NHD' or 'HND'", repr(self.kv_layout))
@@ -102,7 +103,7 @@ class AttentionSpec:
         return self.num_qo_heads // self.num_kv_heads
 
     @property
-    def composed(self) -> CompiledVariant:
+    def composed(self) -> Composed:
         """The variants as one composed value."""
         return self.variant
 

@@ -13,7 +13,13 @@ v = at.variants
 
 
 def spec_of(**changes):
-    fields = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "q_dtype": "float32", "variant": v.causal()}
+    fields = {
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "q_dtype": "float32",
+        "variant": v.causal(),
+    }
     return at.AttentionSpec(**(fields | changes))
 
 
@@ -35,12 +41,17 @@ def test_torch_in_torch_out(backend, dtype):
     want, want_lse = attn.run(batch.q, batch.kv, return_lse=True)
 
     def tensor(x):
-        return torch.from_numpy(x.view(np.uint16).view(np.int16) if x.itemsize == 2 else x).view(getattr(torch, dtype))
+        return torch.from_numpy(x.view(np.uint16).view(np.int16) if x.itemsize == 2 else x).view(
+            getattr(torch, dtype)
+        )
 
     q, kv = tensor(batch.q), tuple(tensor(x) for x in batch.kv)
     out, lse = attn.run(q, kv, return_lse=True)
     assert isinstance(out, torch.Tensor) and out.dtype == getattr(torch, dtype) and lse.dtype == torch.float32
-    assert out.view(torch.uint8).numpy().tobytes() == want.tobytes() and lse.numpy().tobytes() == want_lse.tobytes()
+    assert (
+        out.view(torch.uint8).numpy().tobytes() == want.tobytes()
+        and lse.numpy().tobytes() == want_lse.tobytes()
+    )
     given = torch.full(out.shape, 9.0, dtype=out.dtype)
     assert attn.run(q, kv, out=given) is given and torch.equal(given, out)
     mixed = attn.run(q, batch.kv, lse=lse.numpy())
@@ -157,7 +168,10 @@ def test_attention_reads_the_arrays(backend):
         attn.plan(batch.index)
         want = attn.run(batch.q, batch.kv)
         assert at.attention(batch.q, batch.kv, batch.index, backend=backend).tobytes() == want.tobytes()
-        assert at.attention(batch.q, batch.kv, batch.index, spec=spec, backend=backend).tobytes() == want.tobytes()
+        assert (
+            at.attention(batch.q, batch.kv, batch.index, spec=spec, backend=backend).tobytes()
+            == want.tobytes()
+        )
 
 
 def test_attention_refuses():
@@ -198,7 +212,9 @@ def test_unknown_backend():
 
 
 def test_reference_is_never_chosen():
-    assert "reference" not in {name for names in at.backends.status.__globals__["AUTO"].values() for name in names}
+    assert "reference" not in {
+        name for names in at.backends.status.__globals__["AUTO"].values() for name in names
+    }
     status = at.backends.status(device="cpu")
     if any(not why for name, why in status.items() if name != "reference"):
         assert at.Attention(spec_of(), device="cpu").backend != "reference"
@@ -216,7 +232,9 @@ def test_reference_is_not_for_a_gpu():
 def test_status_names_every_backend():
     status = at.backends.status()
     assert {"reference", "cpu", "nvrtc", "nvcc"} <= set(status)
-    assert all(isinstance(why, tuple) and all(isinstance(w, str) and w for w in why) for why in status.values())
+    assert all(
+        isinstance(why, tuple) and all(isinstance(w, str) and w for w in why) for why in status.values()
+    )
 
 
 def test_a_registered_backend_is_found():

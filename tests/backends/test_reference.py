@@ -73,7 +73,8 @@ def pool(spec, slots, seed):
     rng = np.random.default_rng(seed)
     kind = as_dtype(spec.kv_dtype).numpy
     return tuple(
-        rng.standard_normal((slots, spec.num_kv_heads, dim)).astype(kind) for dim in (spec.head_dim, spec.head_dim_vo)
+        rng.standard_normal((slots, spec.num_kv_heads, dim)).astype(kind)
+        for dim in (spec.head_dim, spec.head_dim_vo)
     )
 
 
@@ -89,7 +90,9 @@ def _holes(rng):
 
 def _positions(rng):
     ids = rng.permutation(30)[:9]
-    return formats.paged([0, 2, 3, 3], [0, 3, 8, 9], ids, [11, 17, 2], 4, qo_pos=[20, 3, -1], kv_pos=[15, -4, 7])
+    return formats.paged(
+        [0, 2, 3, 3], [0, 3, 8, 9], ids, [11, 17, 2], 4, qo_pos=[20, 3, -1], kv_pos=[15, -4, 7]
+    )
 
 
 def _ragged(rng):
@@ -114,7 +117,9 @@ def _per_head(rng):
 
 
 def _radix(rng):
-    return formats.radix([0, 1, 3, 4], [-1, 0, 0, 1], [0, 70, 75, 90, 99], rng.permutation(110)[:99], [1, 2, 3])
+    return formats.radix(
+        [0, 1, 3, 4], [-1, 0, 0, 1], [0, 70, 75, 90, 99], rng.permutation(110)[:99], [1, 2, 3]
+    )
 
 
 def _shared(rng):
@@ -136,7 +141,9 @@ def _streaming_cache(rng):
 
 
 def _tree(rng):
-    return formats.tree(formats.paged([0, 4, 5], [0, 4, 6], rng.permutation(30)[:6], [14, 5], 4), parents=[-1, 0, 0, 2, -1])
+    return formats.tree(
+        formats.paged([0, 4, 5], [0, 4, 6], rng.permutation(30)[:6], [14, 5], 4), parents=[-1, 0, 0, 2, -1]
+    )
 
 
 def _masked(rng):
