@@ -21,8 +21,18 @@ from typing import Any
 import numpy as np
 
 from attnrt.errors import ArgumentError, PlanError
+from attnrt.registry import Registry
 
-__all__ = ["BUILTIN", "LPT", "OneCtaPerRequest", "RoundRobin", "check_assignment", "find", "split_limit"]
+__all__ = [
+    "BUILTIN",
+    "LPT",
+    "SCHEDULERS",
+    "OneCtaPerRequest",
+    "RoundRobin",
+    "check_assignment",
+    "find",
+    "split_limit",
+]
 
 
 class LPT:
@@ -72,7 +82,14 @@ class OneCtaPerRequest:
         return _by_worker(requests % num_workers, num_workers)
 
 
-BUILTIN: dict[str, Any] = {s.name: s for s in (LPT(), RoundRobin(), OneCtaPerRequest())}
+#: Names of what this package brings.
+BUILTIN = ("lpt", "round_robin", "one_cta_per_request")
+
+#: Schedulers by name; packages add theirs by an entry point in the group attnrt.schedulers (an object, or a class without
+#: arguments).
+SCHEDULERS: Registry[Any] = Registry("scheduler", "attnrt.schedulers")
+for _builtin in (LPT(), RoundRobin(), OneCtaPerRequest()):
+    SCHEDULERS.register(_builtin.name, _builtin)
 
 
 def find(scheduler: Any) -> Any:
@@ -83,29 +100,14 @@ def find(scheduler: Any) -> Any:
     ArgumentError
         Unknown name, or an object without ``assign``.
     """
-    if isinstance(scheduler, str):
-        if scheduler in BUILTIN:
-            return BUILTIN[scheduler]
-        found = _entry_points().get(scheduler)
-        if found is None:
-            known = ", ".join([*BUILTIN, *_entry_points()])
-            raise ArgumentError(
-                "scheduler", f"must be one of {known}, or an object with assign()", repr(scheduler)
-            )
-        return found.load()() if isinstance(found.load(), type) else found.load()
-    if not callable(getattr(scheduler, "assign", None)):
+    found = SCHEDULERS.get(scheduler, "scheduler") if isinstance(scheduler, str) else scheduler
+    if isinstance(found, type):
+        found = found()
+    if not callable(getattr(found, "assign", None)):
         raise ArgumentError(
-            "scheduler",
-            "must be a name or an object with assign(costs, num_workers)",
-            type(scheduler).__name__,
+            "scheduler", "must be a name or an object with assign(costs, num_workers)", type(found).__name__
         )
-    return scheduler
-
-
-def _entry_points() -> dict[str, Any]:
-    from importlib.metadata import entry_points
-
-    return {entry.name: entry for entry in entry_points(group="attnrt.schedulers")}
+    return found
 
 
 def split_limit(scheduler: Any, keys: np.ndarray, num_workers: int) -> float:

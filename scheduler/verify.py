@@ -110,6 +110,11 @@ def _check_leaves(plan: Plan, item: dict[str, int]) -> None:
     if leaves != (item["leaf_begin"], item["leaf_end"]):
         _fail(f"an item's leaves must be those of its keys, {leaves}", item)
     part, qo_lens = plan.parts[item["part"]], plan.index.requests.qo_lens
+    for head in range(item["head_begin"], item["head_end"]) if part.heads > 1 else (0,):
+        entry, offset = item["row"] * part.heads + head, int(part.kv_offset[item["row"]])
+        live = (offset + int(part.kv_begin[entry]), offset + int(part.kv_end[entry]))
+        if not live[0] <= item["kv_begin"] < item["kv_end"] <= live[1]:
+            _fail(f"an item's keys must lie in its list's live range, {live}", item)
     for request in np.unique(part.request[item["q_begin"] : item["q_end"]]):
         if plan.traits.class_of(int(qo_lens[request]) * plan.spec.group) != item["klass"]:
             _fail("rows must meet only inside their numeric class", item)

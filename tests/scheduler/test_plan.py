@@ -59,7 +59,7 @@ def _seen(plan, part, row, q, head, lo, hi):
     return tuple(seen)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(cases())
 def test_plan_is_right(case):
     for tree in ("sequential", "pairwise"):
@@ -69,7 +69,7 @@ def test_plan_is_right(case):
         assert plan.digest == case.plan(tree=tree, **more).digest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_free_choices_do_not_show(case):
     """Workers, scheduler, slots, head split, sharing, pad: the same leaves in the same order for every row."""
