@@ -13,6 +13,20 @@ from setuptools import Extension, setup
 
 ABI3 = [("Py_LIMITED_API", "0x030B0000")]
 
+
+def extension(name: str, source: str, *depends: str) -> Extension:
+    """One C++ module under the stable ABI."""
+    return Extension(
+        name,
+        sources=[source],
+        depends=list(depends),
+        define_macros=ABI3,
+        py_limited_api=True,
+        language="c++",
+        extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    )
+
+
 # Every build_*.py in a folder named native, under one of the root folders, defines `ffibuilder`: a cffi module with
 # its full name (attnrt.scheduler._planner_native) and with sources relative to this file.
 CFFI_MODULES = [
@@ -24,15 +38,8 @@ CFFI_MODULES = [
 
 setup(
     ext_modules=[
-        Extension(
-            "attnrt._tensor_native",
-            sources=["attnrt/native/tensor.cpp"],
-            depends=["attnrt/native/dlpack.h"],
-            define_macros=ABI3,
-            py_limited_api=True,
-            language="c++",
-            extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"],
-        )
+        extension("attnrt._tensor_native", "attnrt/native/tensor.cpp", "attnrt/native/dlpack.h"),
+        extension("attnrt._formats_native", "formats/native/index.cpp"),
     ],
     cffi_modules=CFFI_MODULES,
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -70,13 +70,15 @@ def tokens(part: BlockSparse, row: Any, head: Any, o_begin: Any, o_end: Any) -> 
             raise ArgumentError("o_begin, o_end", "must lie within the listed keys of the row")
     j = ranges(begin, lens)
     rows = np.repeat(row, lens)
+    kv_base: Any = part.kv_base
+    kv_pos: Any = part.kv_pos
     if part.indices is None:
-        return part.kv_base[rows] + j, (part.kv_pos[rows] + j).astype(np.int32)
+        return kv_base[rows] + j, (kv_pos[rows] + j).astype(np.int32)
     block, within = (j, 0) if C == 1 else np.divmod(j, C)
     entry = np.repeat(part.indptr[cell].astype(np.int64), lens) + block
     page = part.indices[entry].astype(np.int64)
     slots = page * C + within
     if page.size and page.min() < 0:
         slots[page < 0] = -1
-    positions = part.kv_pos[rows] + j if part.block_pos is None else part.block_pos[entry] + within
+    positions = kv_pos[rows] + j if part.block_pos is None else part.block_pos[entry] + within
     return slots, positions.astype(np.int32)

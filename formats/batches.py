@@ -104,14 +104,15 @@ def _join(group: list[BlockSparse], num_qo: int) -> BlockSparse:
             max_block=max(part.max_block for part in group),
             **_join_masks(group),
         )
-    in_order = len(joined.qo_index) == num_qo and bool((joined.qo_index == np.arange(num_qo)).all())
+    rows = _rows_of_q(joined)
+    in_order = len(rows) == num_qo and bool((rows == np.arange(num_qo)).all())
     features = replace(
         features_of((joined, *group)), num_parts=1, qo_index=not in_order, masked=joined.mask is not None
     )
     return replace(joined, qo_index=None if in_order else joined.qo_index, features=features)
 
 
-def _listed(part: BlockSparse, array: np.ndarray) -> np.ndarray:
+def _listed(part: BlockSparse, array: Any) -> np.ndarray:
     """The entries that the lists name (an array may be longer)."""
     return array[: int(part.indptr[-1])]
 
@@ -120,9 +121,12 @@ def _join_masks(group: list[BlockSparse]) -> dict[str, Any]:
     """Masks one after the other; queries without one have mask_offset -1."""
     if all(part.mask is None for part in group):
         return {"mask": None, "mask_offset": None, "mask_begin": None}
-    masks, offsets, begins, bits = [], [], [], 0
+    masks: list[np.ndarray] = []
+    offsets: list[np.ndarray] = []
+    begins: list[np.ndarray] = []
+    bits = 0
     for part in group:
-        if part.mask is None:
+        if part.mask is None or part.mask_offset is None or part.mask_begin is None:
             offsets.append(np.full(len(part.request), -1, np.int64))
             begins.append(np.zeros(part.num_rows, np.int32))
         else:

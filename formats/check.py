@@ -88,10 +88,10 @@ def _check_shapes(part: BlockSparse, at: str) -> None:
     ):
         if getattr(part, name) is not None:
             _array(at + name, getattr(part, name), dtype, length)
-    for name, dtype in (("indices", np.int32), ("block_pos", np.int32), ("mask", np.uint8)):
+    for name, kind in (("indices", np.int32), ("block_pos", np.int32), ("mask", np.uint8)):
         array = getattr(part, name)
         if array is not None and not is_device(array):
-            _array(at + name, array, dtype, None)
+            _array(at + name, array, kind, None)
     for names, rule in (
         (("kv_pos", "block_pos"), "exactly one must be given"),
         (("indices", "kv_base"), "exactly one must be given"),
@@ -183,7 +183,7 @@ def _check_entries(part: BlockSparse, at: str) -> None:
             )
         if ids.max(initial=-1) > part.max_block:
             raise ArgumentError(f"{at}max_block", f"must be at least {ids.max()}", part.max_block)
-    if part.mask is None:
+    if part.mask is None or part.mask_offset is None or part.mask_begin is None:
         return
     row_of = np.repeat(np.arange(part.num_rows), np.diff(part.qo_indptr))
     ends = part.kv_end.reshape(-1, part.heads).max(axis=1, initial=0) + part.kv_offset

@@ -94,19 +94,23 @@ def _list_keys(part: BlockSparse, row: int, q: int, head: int) -> list[tuple[int
     """(offset, slot, position) of each key that query q of block row ``row`` sees in this part."""
     C = part.block_size[1]
     cell = row * part.heads + head
+    kv_base: Any = part.kv_base
+    kv_pos: Any = part.kv_pos
+    mask_offset: Any = part.mask_offset
+    mask_begin: Any = part.mask_begin
     keys = []
     for j in range(int(part.kv_begin[cell]), int(part.kv_end[cell])):
         entry = int(part.indptr[cell]) + j // C
         if part.indices is None:
-            slot = int(part.kv_base[row]) + j
+            slot = int(kv_base[row]) + j
         elif int(part.indices[entry]) == HOLE:
             continue
         else:
             slot = int(part.indices[entry]) * C + j % C
         offset = int(part.kv_offset[row]) + j
-        position = int(part.kv_pos[row]) + j if part.block_pos is None else int(part.block_pos[entry]) + j % C
-        if part.mask is not None and int(part.mask_offset[q]) >= 0 and offset >= int(part.mask_begin[row]):
-            bit = int(part.mask_offset[q]) + offset - int(part.mask_begin[row])
+        position = int(kv_pos[row]) + j if part.block_pos is None else int(part.block_pos[entry]) + j % C
+        if part.mask is not None and int(mask_offset[q]) >= 0 and offset >= int(mask_begin[row]):
+            bit = int(mask_offset[q]) + offset - int(mask_begin[row])
             if not (int(part.mask[bit // 8]) >> (bit % 8)) & 1:
                 continue
         keys.append((offset, slot, position))

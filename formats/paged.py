@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from attnrt import checks
 from attnrt.errors import ArgumentError
 from attnrt.formats.arrays import (
     INT_MAX,
@@ -26,6 +27,11 @@ from attnrt.formats.base import BlockSparse, Features, Requests
 from attnrt.formats.requests import Queries, first_key_positions, key_positions, read_kv_lens, read_queries
 
 __all__ = ["block_table", "kv_lens_of", "last_page_lens", "paged", "tokens_index"]
+
+try:
+    from attnrt import _formats_native as native
+except ImportError:  # a checkout that was not built: the same by NumPy calls
+    native = None
 
 #: By [indices bound][kv_lens bound]; made once, because making one costs as much as two NumPy calls.
 _FEATURES = [[Features(bound_indices=bool(i), bound_kv_lens=bool(l)) for l in (0, 1)] for i in (0, 1)]
@@ -77,6 +83,10 @@ def paged(
         Naming the array and what was found.
     """
     size = page_size_of(page_size)
+    if native is not None and qo_pos is None and kv_pos is None and max_kv_lens is None:
+        read = native.paged(qo_indptr, kv_indptr, kv_indices, kv_lens, size)
+        if read is not None:
+            return _from_native(size, len(kv_lens), *read)
     indptr = host_ints("kv_indptr", kv_indptr)
     pages, most = lens_of("kv_indptr", indptr)
     lens, longest, bound = read_kv_lens(kv_lens, max_kv_lens, len(pages))
@@ -117,7 +127,7 @@ def block_table(
     if on_device:
         (rows, width), indices = flat_bound("table", table, ndim=2)
     else:
-        grid = host_ints("table", table, ndim=2)
+        grid = checks.host_ints(table, "table", ndim=2)  # not copied: the pages in use are picked out below
         rows, width = grid.shape
     lens, longest, bound = read_kv_lens(kv_lens, max_kv_lens, rows)
     if longest > width * size:
@@ -186,6 +196,30 @@ def tokens_index(
         kv_offset=zeros(count),
         max_block=int(slots.max(initial=-1)),
         features=_TOKENS,
+    )
+
+
+def _from_native(size: int, n: int, raw: bytes, num_qo: int, longest: int, top: int) -> BlockSparse:
+    """The index whose arrays lie one after the other in ``raw`` (formats/native/index.cpp); bytes never change."""
+    ints = np.frombuffer(raw, np.int32)
+    at = 3 * n + 2  # past both indptrs and kv_lens
+    kv_lens, request = ints[at - n : at], at + n
+    none = zeros(n)
+    return BlockSparse(
+        block_size=(longest or 1, size),
+        num_qo=num_qo,
+        requests=Requests(qo_lens=ints[at:request], kv_lens=kv_lens),
+        qo_indptr=ints[: n + 1],
+        request=ints[request : request + num_qo],
+        qo_pos=ints[request + num_qo : request + 2 * num_qo],
+        indptr=ints[n + 1 : at - n],
+        indices=ints[request + 2 * num_qo :],
+        kv_pos=none,
+        kv_begin=none,
+        kv_end=kv_lens,
+        kv_offset=none,
+        max_block=top,
+        features=_FEATURES[0][0],
     )
 
 

@@ -80,7 +80,7 @@ def radix(
 
 def _paths(parent: np.ndarray, last: np.ndarray) -> np.ndarray:
     """[requests, depth] nodes of each path, root first, padded with -1 in front."""
-    levels = []
+    levels: list[np.ndarray] = []
     node = last
     while (node >= 0).any():
         if len(levels) > len(parent):

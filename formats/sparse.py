@@ -85,12 +85,12 @@ def bsr(
     columns, values = _sorted_rows(columns, values, np.repeat(np.arange(rows), counts))
     first = 0 if kv_pos is None else host_ints("kv_pos", kv_pos, length=1, of="position of key 0").item(0)
     requests, read = read_queries([0, queries], host_ints("num_cols", [cols]), None, qo_pos, cols)
-    ends = counts * np.int32(C)
+    ends = counts.astype(np.int64) * C
     full = starts[1:] > starts[:-1]
     if cols % C and len(columns):  # the cut-off block column is the last of its row
         last = np.zeros(rows, bool)
         last[full] = columns[starts[1:][full] - 1] == cols // C
-        ends = ends - last * np.int32(C - cols % C)
+        ends = ends - last * (C - cols % C)
     mask, mask_offset = _element_mask(values, starts, queries, R)
     return BlockSparse(
         block_size=(R, C),
@@ -104,7 +104,7 @@ def bsr(
         kv_pos=None,
         block_pos=frozen(columns * np.int32(C) + np.int32(first)),
         kv_begin=zeros(rows),
-        kv_end=frozen(ends),
+        kv_end=frozen(ends.astype(np.int32)),
         kv_offset=zeros(rows),
         mask=mask,
         mask_offset=mask_offset,

@@ -82,17 +82,21 @@ def _window(
     first = begin // C
     blocks = np.where(end > begin, -(-end // C) - first, 0)
     base = first * C - moved
+    kv_base: Any = index.kv_base
+    kv_pos: Any = index.kv_pos
+    lists: dict[str, Any]
+    where: dict[str, Any]
     if index.indices is None:
-        lists = {"indptr": zeros(count + 1), "indices": None, "kv_base": frozen(index.kv_base[row] + first)}
+        lists = {"indptr": zeros(count + 1), "indices": None, "kv_base": frozen(kv_base[row] + first)}
         top = index.max_block
-        where = {"kv_pos": frozen((index.kv_pos[row] + base).astype(np.int32))}
+        where = {"kv_pos": frozen((kv_pos[row] + base).astype(np.int32))}
     else:
         entries = ranges(index.indptr[row] + first, blocks)
         indices = index.indices[entries]
         lists = {"indptr": indptr_of(blocks), "indices": frozen(indices)}
         top = int(indices.max(initial=-1))
         if index.block_pos is None:
-            where = {"kv_pos": frozen((index.kv_pos[row] + base).astype(np.int32))}
+            where = {"kv_pos": frozen((kv_pos[row] + base).astype(np.int32))}
         else:
             lowered = index.block_pos[entries] - np.repeat(np.broadcast_to(moved, count), blocks)
             where = {"block_pos": frozen(lowered.astype(np.int32))}

@@ -23,7 +23,13 @@ def cuda(request):
 
 
 def spec(**changes):
-    base = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128, "variant": v.causal(), "q_dtype": "bfloat16"}
+    base = {
+        "num_qo_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "variant": v.causal(),
+        "q_dtype": "bfloat16",
+    }
     return at.AttentionSpec(**{**base, **changes})
 
 
@@ -57,7 +63,9 @@ def test_variants(cuda, name):
     right(cuda, spec(variant=VARIANTS[name]), *LENGTHS)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (192, 128), (256, 256), (512, 512), (40, 24)])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (192, 128), (256, 256), (512, 512), (40, 24)]
+)
 def test_head_dims(cuda, dims):
     right(cuda, spec(head_dim=dims[0], head_dim_vo=dims[1]), *LENGTHS)
 
@@ -67,7 +75,10 @@ def test_groups(cuda, heads):
     right(cuda, spec(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim=64), *LENGTHS)
 
 
-@pytest.mark.parametrize("dtypes", [("float16", None, None), ("bfloat16", "float8_e4m3fn", None), ("float16", "float8_e5m2", "float32")])
+@pytest.mark.parametrize(
+    "dtypes",
+    [("float16", None, None), ("bfloat16", "float8_e4m3fn", None), ("float16", "float8_e5m2", "float32")],
+)
 @pytest.mark.parametrize("head_dim", [128, 72])
 def test_dtypes(cuda, dtypes, head_dim):
     q, kv, out = dtypes
@@ -96,7 +107,8 @@ def case(request):
 
 
 @pytest.mark.parametrize(
-    "oracle", ["poison", "placement", "layout_invariance", "capacity", "workers", "batch_invariance", "sentinel"]
+    "oracle",
+    ["poison", "placement", "layout_invariance", "capacity", "workers", "batch_invariance", "sentinel"],
 )
 def test_bitwise(cuda, case, oracle):
     if oracle == "workers":

@@ -7,9 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 
 import attnrt.formats as f
+
+# Machines that run tests are shared and slow by turns: no example has a deadline.
+settings.register_profile("attnrt", deadline=None, max_examples=60)
+settings.load_profile("attnrt")
 
 
 class OnDevice:
