@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``attnrt bench``: one batch, from a saved case or from numbers given, checked and timed on each backend of this machine.
+
+A time is printed only after the result was compared with dense float64 attention (``attnrt.testing``); the tables against
+other libraries are made by benchmarks/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from attnrt.errors import ArgumentError, AttnrtError
+
+__all__ = ["main", "measure"]
+
+
+def measure(case: Any, backend: str, *, page_size: int = 16, repeats: int = 20) -> dict[str, Any]:
+    """Check one backend on a case, then time plan and run.
+
+    Returns
+    -------
+    dict
+        backend, plan_us and run_us (medians of host wall time, device work included), kv_gb_per_s, worst (largest error as a
+        share of its bound).
+    """
+    from attnrt import testing
+    from attnrt.api import Attention
+    from attnrt.dtypes import as_dtype
+
+    spec = case.spec
+    batch = testing.lay_out(case, page_size=page_size)
+    attn = Attention(spec, backend=backend)
+    if attn.device.kind != "cpu":
+        raise ArgumentError(
+            "backend", "must run on the CPU here", backend, "GPU tables: benchmarks/decode.py"
+        )
+    result = testing.run_batch(case, batch, backend, attn=attn)
+    answer = testing.oracle_answer(spec, batch.index, batch.q, batch.kv, **batch.params)
+    worst = testing.compare(spec, answer, result.out, result.lse)
+    plans, runs = [], []
+    out = np.empty_like(result.out)
+    for _ in range(repeats):
+        start = time.perf_counter()
+        attn.plan(batch.index)
+        planned = time.perf_counter()
+        attn.run(batch.q, batch.kv, out=out, **batch.params)
+        plans.append(planned - start)
+        runs.append(time.perf_counter() - planned)
+    width = spec.head_dim + (0 if spec.shared_kv else spec.head_dim_vo)
+    nbytes = int(case.kv_lens.sum()) * spec.num_kv_heads * width * as_dtype(spec.kv_dtype).itemsize
+    run = statistics.median(runs)
+    return {
+        "backend": backend,
+        "plan_us": round(statistics.median(plans) * 1e6, 1),
+        "run_us": round(run * 1e6, 1),
+        "kv_gb_per_s": round(nbytes / run / 1e9, 2),
+        "worst": round(max(worst.values()), 3),
+    }
+
+
+def _case(args: argparse.Namespace) -> Any:
+    from attnrt import testing, variants
+    from attnrt.spec import AttentionSpec
+
+    if args.case:
+        return testing.load_case(args.case, variants.causal())
+    spec = AttentionSpec(
+        num_qo_heads=args.qo_heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        q_dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        variant=variants.causal(),
+    )
+    return testing.make_case(spec, [args.qo_len] * args.batch, [args.kv_len] * args.batch)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attnrt bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--case", metavar="FILE", help="a case written by attnrt.testing.save_case")
+    parser.add_argument(
+        "--backend", action="append", help="backends to time (default: every one of the CPU but reference)"
+    )
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--qo-len", type=int, default=1)
+    parser.add_argument("--kv-len", type=int, default=512)
+    parser.add_argument("--qo-heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default="float32", help="dtype of q and out")
+    parser.add_argument("--kv-dtype", default=None, help="dtype of the cache (default: q's)")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 0, 1 if a result is wrong, or 2 with the error on stderr."""
+    from attnrt.backends import status
+
+    args = _parser().parse_args(argv)
+    try:
+        case = _case(args)
+        able = [
+            name for name, why in status(case.spec, device="cpu").items() if not why and name != "reference"
+        ]
+        rows = [
+            measure(case, name, page_size=args.page_size, repeats=args.repeats)
+            for name in args.backend or able
+        ]
+    except AssertionError as error:
+        print(f"attnrt bench: {error}", file=sys.stderr)
+        return 1
+    except (AttnrtError, OSError) as error:
+        print(f"attnrt bench: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        print(f"{'backend':<12}{'plan us':>10}{'run us':>12}{'KV GB/s':>10}{'error/bound':>13}")
+        for row in rows:
+            print("{backend:<12}{plan_us:>10}{run_us:>12}{kv_gb_per_s:>10}{worst:>13}".format(**row))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
