@@ -8,6 +8,7 @@ runtime never imports a driver.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import numpy as np
 from attnrt.device import Device
 from attnrt.errors import ArgumentError, UnsupportedError
 
-__all__ = ["ALIGN", "DeviceOps", "HostOps", "aligned_bytes", "ops_of", "register_ops"]
+__all__ = ["ALIGN", "DeviceOps", "HostOps", "aligned_bytes", "load_provider", "ops_of", "register_ops"]
 
 #: Alignment of every slot of a workspace, in bytes: what any vector load, TMA descriptor or cache line wants.
 ALIGN = 256
@@ -147,6 +148,22 @@ def register_ops(kind: str, factory: Callable[[int], DeviceOps]) -> None:
         del _ops[device]
 
 
+#: Modules whose ``register()`` tells the base layer about a kind of device; loaded by name when the kind is first met.
+_PROVIDERS = {"cuda": "attnrt.backends.cuda.driver"}
+
+
+def load_provider(kind: str) -> str | None:
+    """Load what makes a kind of device known; None, or why it cannot be loaded."""
+    name = _PROVIDERS.get(kind)
+    if name is None:
+        return f"nobody provides {kind}"
+    try:
+        importlib.import_module(name).register()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
 def ops_of(device: Device) -> DeviceOps:
     """The ops of a device.
 
@@ -157,9 +174,12 @@ def ops_of(device: Device) -> DeviceOps:
     """
     found = _ops.get(device)
     if found is None:
+        reason = None if device.kind in _factories else load_provider(device.kind)
         factory = _factories.get(device.kind)
         if factory is None:
-            raise UnsupportedError("device", "must be one that a backend can reach", str(device))
+            raise UnsupportedError(
+                "device", "must be one that a backend can reach", str(device), reason or ""
+            )
         found = _ops[device] = factory(device.index)
     return found
 

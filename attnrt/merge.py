@@ -17,6 +17,7 @@ import numpy as np
 from attnrt import dtypes
 from attnrt.dtypes import Dtype
 from attnrt.errors import ArgumentError, DtypeError, UnsupportedError
+from attnrt.memory import load_provider
 from attnrt.tensor import TensorView, empty_like_caller, to_caller
 
 __all__ = ["MergeCall", "merge_state", "merge_states", "register_merge"]
@@ -164,11 +165,7 @@ def _merge(
         _same(part, first.shape, first.dtype, first, v_labels[1])
     for i, part in enumerate(lse or ()):
         _same(part, first.shape[:2], lse_dtype, first, lse_labels[min(i, 1)])
-    implementation = _implementations.get(first.device.kind)
-    if implementation is None:
-        raise UnsupportedError(
-            "merge_states", "has no implementation for the device", first.device, "Load a backend"
-        )
+    implementation = _implementation(first.device.kind)
 
     result = empty_like_caller(first, first.shape, first.dtype) if out is None else out
     out_view = _writable(result, first.shape, first.dtype, first, "out")
@@ -182,6 +179,16 @@ def _merge(
     if lse is not None and out_lse is None:
         result_lse = to_caller(result_lse, first.framework)
     return result, result_lse
+
+
+def _implementation(kind: str) -> Callable[[MergeCall], None]:
+    reason = None if kind in _implementations else load_provider(kind)
+    found = _implementations.get(kind)
+    if found is None:
+        raise UnsupportedError(
+            "merge_states", "must have an implementation for the device", kind, reason or ""
+        )
+    return found
 
 
 def _same(x: TensorView, shape: tuple[int, ...], dtype: Dtype, first: TensorView, label: str) -> None:

@@ -42,6 +42,9 @@ def read_slow(x: Any, dtype: object, stream: object) -> Any:
         view = _from_numpy(x)
     elif framework == "jax":
         view = _from_jax(x, stream)
+    elif framework == "cupy" and hasattr(x, "__cuda_array_interface__"):
+        # not DLPack: there CuPy divides negative byte strides as unsigned numbers
+        view = _from_interface(x, x.__cuda_array_interface__, framework, _device_of_cuda(x))
     elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         view = _from_dlpack(x, framework, stream)
     elif hasattr(x, "__cuda_array_interface__"):

@@ -3,6 +3,7 @@
 // every call. Three ways in, by the array's type (looked up once per type):
 //   exchange   the type carries __dlpack_c_exchange_api__: its C function fills a DLTensor on our stack;
 //   ndarray    NumPy: __array_struct__ (it also carries ml_dtypes, which NumPy's DLPack and buffers refuse);
+//   cupy       CuPy: its attributes (its DLPack gives negative strides divided as unsigned numbers);
 //   other      everything else, and every array that is not plainly fine, goes to a Python function that takes its
 //              time, reads a capsule through read_capsule() below, and says what is wrong with a typed error.
 // This is an extension module and not a cffi one: cffi releases the interpreter lock around each call and cannot pass
@@ -44,6 +45,7 @@ struct Setup {
   PyObject* device_of;  // device_of((type, id)) -> Device
 } g;
 
+PyObject *s_data, *s_device_id, *s_itemsize, *s_ptr, *s_shape, *s_strides;
 PyObject *s_dtype, *s_array_struct, *s_requires_grad, *s_is_neg, *s_exchange;
 
 // ---------------------------------------------------------------------------------------------- the view
@@ -168,7 +170,7 @@ PyObject* device_of(dl::Device d) {              // borrowed, or NULL without an
 
 // ---------------------------------------------------------------------------------------------- per type
 
-enum class Way { kExchange, kNdarray, kOther };
+enum class Way { kExchange, kNdarray, kCupy, kOther };
 
 struct TypeInfo {
   PyObject* type;  // owned
@@ -233,6 +235,7 @@ const TypeInfo* type_info(PyObject* x) {
   }
   Py_XDECREF(has_mask);
   PyErr_Clear();
+  if (info.way == Way::kOther && PyUnicode_CompareWithASCIIString(info.framework, "cupy") == 0) info.way = Way::kCupy;
   if (info.way == Way::kExchange) {
     PyObject* grad = PyObject_GetAttr(type, s_requires_grad);
     info.has_grad = grad != nullptr;
@@ -285,7 +288,17 @@ bool finish_raw(Raw& raw, long long itemsize) {
   return true;
 }
 
-// The two readers return false, with or without an exception, where the slow way must decide.
+// Byte strides become element strides; then as finish_raw.
+bool item_strides(Raw& raw, long long itemsize) {
+  if (itemsize <= 0) return false;
+  for (int i = 0; i < raw.ndim; ++i) {
+    if (raw.strides[i] % itemsize && raw.shape[i] > 1) return false;
+    raw.strides[i] /= itemsize;
+  }
+  return finish_raw(raw, itemsize);
+}
+
+// The readers return false, with or without an exception, where the slow way must decide.
 bool read_exchange(PyObject* x, const TypeInfo& info, Raw& raw) {
   dl::Tensor t{};
   if (info.api->tensor_from_object(x, &t) != 0) return false;
@@ -347,13 +360,45 @@ bool read_ndarray(PyObject* x, Raw& raw) {
     raw.readonly = !(a->flags & kNpyWriteable);
     for (int i = 0; i < a->nd; ++i) {
       raw.shape[i] = a->shape[i];
-      raw.strides[i] = a->strides[i] / a->itemsize;
-      ok &= a->strides[i] % a->itemsize == 0 || a->shape[i] <= 1;
+      raw.strides[i] = a->strides[i];
     }
-    ok = ok && finish_raw(raw, a->itemsize);
+    ok = item_strides(raw, a->itemsize);
   }
   Py_DECREF(capsule);
   return ok;
+}
+
+// A Python int attribute; -1 with an exception on failure.
+unsigned long long number_of(PyObject* x, PyObject* name) {
+  PyObject* number = PyObject_GetAttr(x, name);
+  const unsigned long long value = number ? PyLong_AsUnsignedLongLong(number) : -1ULL;
+  Py_XDECREF(number);
+  return value;
+}
+
+// A tuple of at most kMaxDims ints; its length, or -1.
+int numbers_of(PyObject* x, PyObject* name, std::int64_t* out) {
+  PyObject* tuple = PyObject_GetAttr(x, name);
+  Py_ssize_t n = tuple && PyTuple_Check(tuple) ? PyTuple_Size(tuple) : -1;
+  if (n > kMaxDims) n = -1;
+  for (Py_ssize_t i = 0; i < n; ++i) out[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+  Py_XDECREF(tuple);
+  return static_cast<int>(n);
+}
+
+bool read_cupy(PyObject* x, Raw& raw) {
+  raw.dtype = numpy_dtype(x);
+  PyObject* data = raw.dtype ? PyObject_GetAttr(x, s_data) : nullptr;
+  if (!data) return false;
+  raw.ptr = number_of(data, s_ptr);
+  const unsigned long long id = number_of(data, s_device_id);
+  Py_DECREF(data);
+  raw.ndim = numbers_of(x, s_shape, raw.shape);
+  const int steps = numbers_of(x, s_strides, raw.strides);
+  if (PyErr_Occurred() || raw.ndim < 0 || steps != raw.ndim || id >= kMaxCudaDevices) return false;
+  raw.device = device_of({2, static_cast<std::int32_t>(id)});
+  raw.readonly = false;
+  return raw.device != nullptr && item_strides(raw, static_cast<long long>(number_of(x, s_itemsize)));
 }
 
 // A view that was read or made before: its own fields.
@@ -376,6 +421,7 @@ bool read_view(PyObject* x, Raw& raw, bool& immutable) {
 bool read_fast(PyObject* x, const TypeInfo& info, Raw& raw) {
   bool ok = info.way == Way::kExchange  ? read_exchange(x, info, raw)
             : info.way == Way::kNdarray ? read_ndarray(x, raw)
+            : info.way == Way::kCupy    ? read_cupy(x, raw)
                                         : false;
   if (!ok) PyErr_Clear();
   return ok;
@@ -794,6 +840,12 @@ PyModuleDef module_def = {
 }  // namespace
 
 PyMODINIT_FUNC PyInit__tensor_native() {
+  s_data = PyUnicode_InternFromString("data");
+  s_device_id = PyUnicode_InternFromString("device_id");
+  s_itemsize = PyUnicode_InternFromString("itemsize");
+  s_ptr = PyUnicode_InternFromString("ptr");
+  s_shape = PyUnicode_InternFromString("shape");
+  s_strides = PyUnicode_InternFromString("strides");
   s_dtype = PyUnicode_InternFromString("dtype");
   s_array_struct = PyUnicode_InternFromString("__array_struct__");
   s_requires_grad = PyUnicode_InternFromString("requires_grad");

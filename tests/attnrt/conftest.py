@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import numpy as np
 import pytest
@@ -102,6 +103,17 @@ class Producer:
             name = b"dltensor_versioned"
         self._records.append(record)
         return _api.PyCapsule_New(ctypes.addressof(record), name, None)
+
+
+@pytest.fixture(autouse=True)
+def jax_on_the_cpu(request):
+    """JAX arrays of tests that need no GPU lie on the CPU, also where JAX has a GPU."""
+    jax = sys.modules.get("jax")
+    if jax is None or request.node.get_closest_marker("gpu"):
+        yield
+        return
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture

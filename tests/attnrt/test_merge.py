@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import attnrt as at
+from attnrt import memory
 from attnrt import merge as merge_module
 from attnrt.errors import ArgumentError, DtypeError, UnsupportedError
 from attnrt.tensor import TensorView, make_view
@@ -191,12 +192,13 @@ def test_refusals_leave_the_outputs_alone(rng):
 def test_devices_go_to_their_own_implementation(monkeypatch):
     monkeypatch.setattr(merge_module, "_implementations", dict(merge_module._implementations))
     merge_module._implementations.pop("cuda", None)
+    monkeypatch.setattr(memory, "_PROVIDERS", {})
     data = np.zeros((2, 3, 2, 4), np.float32)
     v = make_view(data.ctypes.data, data.shape, "float32", "cuda:1", owner=data)
     lse = make_view(data.ctypes.data, data.shape[:3], "float32", "cuda:1", owner=data)
     out = make_view(data.ctypes.data, data.shape[1:], "float32", "cuda:1", owner=data)
     out_lse = make_view(data.ctypes.data, data.shape[1:3], "float32", "cuda:1", owner=data)
-    with pytest.raises(UnsupportedError, match="cuda:1"):
+    with pytest.raises(UnsupportedError, match="nobody provides cuda"):
         at.merge_states(v, lse, out=out, out_lse=out_lse)
     calls = []
     merge_module.register_merge("cuda", calls.append)
