@@ -5,6 +5,12 @@ A variant is composed with others as a tuple, in order. From one traced expressi
 for the CPU and CUDA text. See docs/add_a_variant.md.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attnrt.registry import Registry
 from attnrt.variants.bind import BoundParams
 from attnrt.variants.compose import Composed, compose
 from attnrt.variants.cpp_text import cpp, user_line
@@ -75,7 +81,10 @@ __all__ = [
     "mask",
     "maximum",
     "minimum",
+    "names",
     "output",
+    "register",
+    "registry",
     "rope",
     "rope_frequencies",
     "rope_phases",
@@ -94,3 +103,28 @@ __all__ = [
     "user_line",
     "where",
 ]
+
+#: Variants and functions that make one, by name: ours, registered ones, and those of entry points.
+registry: Registry[Variant | Callable[..., Variant]] = Registry("variant", "attnrt.variants")
+
+for _maker in (
+    *(full, causal, sliding_window, custom_mask, softcap, alibi),
+    *(sigmoid, rope, sink_logits, fp8_scales),
+):
+    registry.register(_maker.__name__, _maker)
+
+
+def register(name: str) -> Callable[[Any], Any]:
+    """Decorator that names a variant, or a function that makes one; it is then ``attnrt.variants.name``."""
+    return lambda entry: registry.register(name, entry)
+
+
+def names() -> tuple[str, ...]:
+    """Names of all variants, those of installed packages included."""
+    return registry.names()
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("_") and name in registry:
+        return registry.get(name)
+    raise AttributeError(f"module 'attnrt.variants' has no attribute {name!r}")

@@ -10,6 +10,7 @@ hold -inf on purpose).
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,17 +54,17 @@ class BoundParams:
 
 
 def _number(param: Param, value: Any) -> np.ndarray:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__") or isinstance(value, str):
         raise DtypeError(param.name, f"must be a {param.dtype} number or array", type(value).__name__)
-    if param.dtype != "float32":
-        if value != int(value) if np.isfinite(value) else True:
-            raise ArgumentError(param.name, "must be a whole number", value)
-        info = np.iinfo(param.dtype)
-        if not info.min <= int(value) <= info.max:
-            raise ArgumentError(param.name, f"must fit in {param.dtype}", value)
-        return np.asarray(int(value), dtype=param.dtype)
-    with np.errstate(over="ignore"):
-        return np.asarray(np.float32(value))
+    if param.dtype == "float32":
+        with np.errstate(over="ignore"):
+            return np.asarray(np.float32(value))
+    if not math.isfinite(value) or value != int(value):
+        raise ArgumentError(param.name, "must be a whole number", value)
+    info = np.iinfo(param.dtype)
+    if not info.min <= int(value) <= info.max:
+        raise ArgumentError(param.name, f"must fit in {param.dtype}", value)
+    return np.asarray(int(value), dtype=param.dtype)
 
 
 def _exact_cast(param: Param, value: np.ndarray) -> np.ndarray:

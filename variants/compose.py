@@ -20,14 +20,12 @@ import numpy as np
 
 from attnrt.errors import ArgumentError
 from attnrt.variants.bind import BoundParams, Place, bind_params
-from attnrt.variants.expr import BOOL, INT, ROW, Node, as_node, make, substitute, topological
-from attnrt.variants.functions import maximum, minimum, sat_add, sat_sub, where
-from attnrt.variants.trace import CTX
+from attnrt.variants.expr import Node, make, substitute, topological
+from attnrt.variants.intervals import join_masks
 from attnrt.variants.variant import Bound, CppText, PairMap, Param, Variant, expression_text, input_node
 
 __all__ = ["Composed", "compose", "rename_params"]
 
-INT_MIN = -(2**31)
 HOOKS = ("query", "key", "value")
 
 
@@ -220,7 +218,7 @@ def compose(variants: Variant | tuple[Variant, ...] | list[Variant] | Composed |
 def _compose(variants: tuple[Variant, ...]) -> Composed:
     _check_combination(variants)
     params = _join_params(variants)
-    low, high, mask = _join_masks(variants)
+    low, high, mask = join_masks(variants)
     fields: dict[str, Any] = {
         "logits": _chain(
             [v for v in variants if v.scales] + [v for v in variants if not v.scales], "logits", "score"
@@ -345,79 +343,6 @@ def _join_pairs(variants: tuple[Variant, ...], hook: str) -> PairMap | None:
         y1 = None if pair.y1 is None else substitute(pair.y1, replace)
         first = PairMap(dim=first.dim, pairing=first.pairing, y0=substitute(pair.y0, replace), y1=y1)
     return first
-
-
-def _conjuncts(node: Node) -> list[Node]:
-    if node.op == "and" and node.dtype == BOOL:
-        return [c for a in node.args for c in _conjuncts(a)]
-    return [node]
-
-
-def _join_masks(variants: tuple[Variant, ...]) -> tuple[Node | None, Node | None, Node | None]:
-    lows: list[Node] = []
-    highs: list[Node] = []
-    rest: list[Node] = []
-    for variant in variants:
-        if variant.mask is not None:
-            for part in _conjuncts(variant.mask):
-                if not _as_interval(part, lows, highs):
-                    rest.append(part)
-        for side, ends in zip(variant.bounds, (lows, highs), strict=True):
-            if side is not None:
-                ends.append(_bound_node(side, ends is lows))
-    low = functools.reduce(maximum, dict.fromkeys(lows)) if lows else None
-    high = functools.reduce(minimum, dict.fromkeys(highs)) if highs else None
-    return low, high, functools.reduce(lambda a, b: a & b, dict.fromkeys(rest)) if rest else None
-
-
-def _bound_node(side: Bound, is_left: bool) -> Node:
-    distance = make("param", INT, attr=side) if isinstance(side, str) else as_node(side)
-    end = sat_sub(CTX.qo_pos, distance) if is_left else sat_add(CTX.qo_pos, distance)
-    if not isinstance(side, str):
-        return CTX.qo_pos if side == 0 else end
-    return where(distance < 0, INT_MIN if is_left else -INT_MIN - 1, end)
-
-
-def _as_interval(part: Node, lows: list[Node], highs: list[Node]) -> bool:
-    """Add ``part`` to the interval's ends if it compares kv_pos, or its difference, to the row."""
-    if part.op == "const" and part.attr is True:
-        return True
-    if part.op not in ("le", "lt", "eq") or part.args[0].dtype != INT:
-        return False
-    a, b = part.args
-    strict = 1 if part.op == "lt" else 0
-    solved = _solve(b, a, -strict)  # b >= a + strict
-    if solved is None:
-        flipped = _solve(a, b, strict)  # a <= b - strict
-        solved = None if flipped is None else (not flipped[0], flipped[1])
-    if solved is None:
-        return False
-    is_low, end = solved
-    if part.op == "eq":
-        lows.append(end)
-        highs.append(end)
-    else:
-        (lows if is_low else highs).append(end)
-    return True
-
-
-def _solve(term: Node, other: Node, slack: int) -> tuple[bool, Node] | None:
-    """Solve ``term >= other - slack`` for kv_pos: (is a lower end, the end).
-
-    Called with the sides swapped for <=, where "lower" is then read the other way round. Differences are
-    solved in saturating arithmetic: positions near the ends of int32 must not wrap round into view.
-    """
-    kv = CTX.kv_pos
-    if other.level > ROW:
-        return None
-    limit = sat_sub(other, slack) if slack else other
-    if term is kv:
-        return True, limit
-    if term.op == "sub" and term.args[0] is kv and term.args[1].level <= ROW:
-        return True, sat_add(limit, term.args[1])
-    if term.op == "sub" and term.args[1] is kv and term.args[0].level <= ROW:
-        return False, sat_sub(term.args[0], limit)
-    return None
 
 
 def rename_params(variant: Variant, names: Mapping[str, str]) -> Variant:

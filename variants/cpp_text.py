@@ -70,7 +70,8 @@ def cpp(
     bodies = {"logits": logits, "mask": mask, "query": query, "key": key, "value": value, "output": output}
     table = tuple(_param(n, v) for n, v in (params or {}).items())
     names = tuple(p.name for p in table)
-    texts, hooks = [], {}
+    texts: list[CppText] = []
+    hooks: dict[str, Any] = {}
     for hook, body in bodies.items():
         if body is None:
             continue
@@ -161,7 +162,7 @@ TAKEN = frozenset(
 
 
 def user_line(log: str) -> tuple[str, int] | None:
-    """Label ("name.hook") and line of the first message in a compiler's log that lies in a variant's own text."""
+    """Label ("name.hook") and line of the first message in a compiler's log about a variant's text."""
     found = re.search(r"^([A-Za-z]\w*\.(?:logits|mask|query|key|value|output))[:(](\d+)", log, re.MULTILINE)
     return (found[1], int(found[2])) if found else None
 

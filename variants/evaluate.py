@@ -44,6 +44,11 @@ def _saturate(value: Array) -> Array:
     return np.clip(value, I32.min, I32.max).astype(np.int32)
 
 
+def _shift(function: Callable[..., Any]) -> Callable[..., Array]:
+    """The count is taken modulo the width."""
+    return lambda a, n: np.asarray(function(a, n & a.dtype.type(a.dtype.itemsize * 8 - 1)))
+
+
 def _logistic(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
@@ -51,10 +56,6 @@ def _logistic(x: Array) -> Array:
 def _turns(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """sin or cos of pi * x with x reduced exactly first."""
     return lambda x: f((x - 2 * np.round(x / 2)) * x.dtype.type(np.pi))
-
-
-def _width(a: Array) -> Array:
-    return a.dtype.type(a.dtype.itemsize * 8 - 1)
 
 
 EVALUATE: dict[str, Callable[..., Array]] = {
@@ -75,8 +76,8 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     "log2": np.log2,
     "logistic": _logistic,
     "lt": np.less,
-    "max": lambda a, b: np.where(a > b, a, b),
-    "min": lambda a, b: np.where(a < b, a, b),
+    "max": lambda a, b: np.asarray(np.where(a > b, a, b)),
+    "min": lambda a, b: np.asarray(np.where(a < b, a, b)),
     "mod": _mod,
     "mul": np.multiply,
     "ne": np.not_equal,
@@ -85,10 +86,10 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     "or": np.bitwise_or,
     "pow": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sat_add": lambda a, b: _saturate(a.astype(np.int64) + b),
-    "sat_sub": lambda a, b: _saturate(a.astype(np.int64) - b),
-    "shl": lambda a, n: np.left_shift(a, n & _width(a)),
-    "shr": lambda a, n: np.right_shift(a, n & _width(a)),
+    "sat_add": lambda a, b: _saturate(np.add(a, b, dtype=np.int64)),
+    "sat_sub": lambda a, b: _saturate(np.subtract(a, b, dtype=np.int64)),
+    "shl": _shift(np.left_shift),
+    "shr": _shift(np.right_shift),
     "sin": np.sin,
     "sinpi": _turns(np.sin),
     "sqrt": np.sqrt,

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from attnrt.variants.untraceable import untraceable
+from attnrt.variants.untraceable import Untraceable, untraceable
 
 __all__ = [
     "BOOL",
@@ -58,12 +58,11 @@ KEY_FIELDS = frozenset({"kv_pos", "kv_slot"})
 # How often a value changes: one value per launch, per query row, per (row, key) pair.
 LAUNCH, ROW, KEY = 0, 1, 2
 
-_SELECT = "use at.variants.where(condition, a, b), which evaluates both sides and picks one"
 _table: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
-class Node:
+class Node(Untraceable):
     """One operation on other nodes.
 
     Attributes
@@ -203,34 +202,6 @@ class Node:
     def __rshift__(self, other: Any) -> Node:
         return bitwise("shr", self, other)
 
-    # what has no answer while tracing
-    def __bool__(self) -> NoReturn:
-        raise untraceable(
-            "a decision on a traced value (if, while, and, or, not, min, max, in, a chained comparison)",
-            _SELECT + "; & | ~ in place of and, or, not; at.variants.minimum and maximum for min and max",
-        )
-
-    def __float__(self) -> NoReturn:
-        raise untraceable(
-            "a call that needs the number behind a traced value (math.*, float())",
-            "use the function of the same name in at.variants (exp, log, tanh, sqrt, floor, ...) or to_float",
-        )
-
-    def __int__(self) -> NoReturn:
-        raise untraceable("int() of a traced value", "use at.variants.to_int")
-
-    def __index__(self) -> NoReturn:
-        raise untraceable(
-            "an array or range indexed by a traced value",
-            "make the array a parameter of the hook (def f(score, ctx, *, table)), then index it",
-        )
-
-    def __iter__(self) -> NoReturn:
-        raise untraceable("a loop over a traced value", "write the terms out, or index a parameter array")
-
-    def __len__(self) -> NoReturn:
-        raise untraceable("len() of a traced value", "pass the length as a parameter")
-
     def __getitem__(self, index: Any) -> Node:
         if self.op != "param":
             raise untraceable("an index into a computed value", "only a parameter can be indexed")
@@ -242,11 +213,6 @@ class Node:
             if node.dtype not in (INT, LONG):
                 raise untraceable(f"an index of type {node.dtype}", "use at.variants.to_int")
         return make("index", self.dtype, nodes, self.attr)
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        raise untraceable(
-            "a NumPy call on a traced value", "use NumPy's elementwise functions or at.variants.*"
-        )
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Node:
         from attnrt.variants import functions
@@ -265,11 +231,6 @@ class Node:
         if func is np.clip and len(args) == 3 and not kwargs:
             return functions.clip(*args)
         raise untraceable(f"numpy.{func.__name__}", "use at.variants.* functions; where and clip are known")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise untraceable(f"the attribute .{name} of a traced value", "a traced value is a plain number")
 
 
 MAX_RANK = 4

@@ -43,7 +43,7 @@ def sliding_window(left: int, right: int = 0) -> Variant:
     ArgumentError
         A distance below -1.
     """
-    params = []
+    params: list[Param] = []
     for name, value in (("left", left), ("right", right)):
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < -1:
             raise ArgumentError(

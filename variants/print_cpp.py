@@ -148,7 +148,7 @@ class _Printer:
     def body(self, roots: Iterable[Node], given: dict[int, str]) -> tuple[list[str], list[str]]:
         """Statements that compute ``roots``, and the names of their values; ``given`` names what is known."""
         names = dict(given)
-        lines = []
+        lines: list[str] = []
         for node in _needed(tuple(roots), given):
             args = [names[id(a)] for a in node.args]
             text = self.expression(node, args)
@@ -263,7 +263,7 @@ def _logits(printer: _Printer, root: Node | None, row_names: dict[int, str]) -> 
 
 
 def _mask(printer: _Printer, variant: Composed, row_names: dict[int, str]) -> list[str]:
-    lines, names = ([], []) if variant.mask is None else printer.body([variant.mask], row_names)
+    lines, names = printer.body([] if variant.mask is None else [variant.mask], row_names)
     tests = []
     if variant.low is not None:
         tests.append("(c.kv_pos >= r.low)")
@@ -283,7 +283,8 @@ def _mask(printer: _Printer, variant: Composed, row_names: dict[int, str]) -> li
 
 
 def _pair(printer: _Printer, hook: str, pair: PairMap | None) -> list[str]:
-    pairing, dim, lines = "PAIR_NONE", 0, []
+    pairing, dim = "PAIR_NONE", 0
+    lines: list[str] = []
     if pair is not None:
         pairing, dim = PAIRINGS[pair.pairing], pair.dim or 0
         roots = [pair.y0] if pair.y1 is None else [pair.y0, pair.y1]

@@ -43,6 +43,7 @@ class Ctx:
     """What a hook may know of the (query, key, head) it is called for; every field is a traced integer."""
 
     __slots__ = ("_hidden",)
+    _hidden: frozenset[str]
 
     def __init__(self, hidden: frozenset[str] = frozenset()) -> None:
         object.__setattr__(self, "_hidden", hidden)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
+from types import FrameType
+from typing import Any, NoReturn
 
 from attnrt.errors import ArgumentError
 
-__all__ = ["TraceError", "untraceable"]
+__all__ = ["TraceError", "Untraceable", "untraceable"]
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -43,8 +45,55 @@ def _is_users(filename: str) -> bool:
 
 def untraceable(what: str, hint: str, got: object = None) -> TraceError:
     """Build the error for the innermost frame that is the user's."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     where = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
     return TraceError(what, "cannot be traced", got, hint, filename=where[0], line=where[1])
+
+
+_SELECT = "use at.variants.where(condition, a, b), which evaluates both sides and picks one"
+
+
+class Untraceable:
+    """What a traced value cannot answer: each question raises the error with the line and the way out."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> NoReturn:
+        raise untraceable(
+            "a decision on a traced value (if, while, and, or, not, min, max, in, a chained comparison)",
+            _SELECT + "; & | ~ in place of and, or, not; at.variants.minimum and maximum for min and max",
+        )
+
+    def __float__(self) -> NoReturn:
+        raise untraceable(
+            "a call that needs the number behind a traced value (math.*, float())",
+            "use the function of the same name in at.variants (exp, log, tanh, sqrt, floor, ...) or to_float",
+        )
+
+    def __int__(self) -> NoReturn:
+        raise untraceable("int() of a traced value", "use at.variants.to_int")
+
+    def __index__(self) -> NoReturn:
+        raise untraceable(
+            "an array or range indexed by a traced value",
+            "make the array a parameter of the hook (def f(score, ctx, *, table)), then index it",
+        )
+
+    def __iter__(self) -> NoReturn:
+        raise untraceable("a loop over a traced value", "write the terms out, or index a parameter array")
+
+    def __len__(self) -> NoReturn:
+        raise untraceable("len() of a traced value", "pass the length as a parameter")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise untraceable(
+            "a NumPy call on a traced value, or an array indexed by one",
+            "use NumPy's elementwise functions or at.variants.*; make the array a parameter of the hook",
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise untraceable(f"the attribute .{name} of a traced value", "a traced value is a plain number")

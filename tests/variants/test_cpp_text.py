@@ -131,5 +131,5 @@ def test_bad_arguments(arguments, message):
 
 
 def test_two_texts_of_one_name():
-    with pytest.raises(ArgumentError, match="f.*once"):
+    with pytest.raises(ArgumentError, match=r"f.*once"):
         av.compose((av.cpp("f", logits="s"), av.cpp("f", logits="s + 1")))

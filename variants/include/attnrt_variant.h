@@ -99,14 +99,18 @@ ATTNRT_HD unsigned float_to_bits(float f) {
 
 // ---- parameters ----------------------------------------------------------------------------------------------------
 
-template <class T> struct Immediate;
-template <> struct Immediate<float> {
+template <class T>
+struct Immediate;
+template <>
+struct Immediate<float> {
   ATTNRT_HD static float get(unsigned long long b) { return bits_to_float(static_cast<unsigned>(b)); }
 };
-template <> struct Immediate<int> {
+template <>
+struct Immediate<int> {
   ATTNRT_HD static int get(unsigned long long b) { return static_cast<int>(static_cast<unsigned>(b)); }
 };
-template <> struct Immediate<long long> {
+template <>
+struct Immediate<long long> {
   ATTNRT_HD static long long get(unsigned long long b) { return static_cast<long long>(b); }
 };
 
@@ -114,27 +118,35 @@ ATTNRT_HD int clamp_index(int i, int n) { return i < 0 ? 0 : i >= n ? n - 1 : i;
 ATTNRT_HD int clamp_index(long long i, int n) { return i < 0 ? 0 : i >= n ? n - 1 : static_cast<int>(i); }
 
 // A number, or the entry of a head.
-template <class T> ATTNRT_HD T scalar(const ParamRef& r, int head) {
+template <class T>
+ATTNRT_HD T scalar(const ParamRef& r, int head) {
   return r.ptr == nullptr ? Immediate<T>::get(r.imm)
                           : static_cast<const T*>(r.ptr)[clamp_index(head, r.sizes[0]) * r.strides[0]];
 }
 
 // An array. An index outside it reads the nearest element inside: nothing outside is ever read.
-template <class T, int Rank> struct View {
+template <class T, int Rank>
+struct View {
   const ParamRef& r;
-  template <class... I> ATTNRT_HD T operator()(I... i) const {
+  template <class... I>
+  ATTNRT_HD T operator()(I... i) const {
     static_assert(sizeof...(I) == Rank, "wrong number of indices");
     return static_cast<const T*>(r.ptr)[offset(0, i...)];
   }
-  template <class I> ATTNRT_HD T operator[](I i) const { return (*this)(i); }
+  template <class I>
+  ATTNRT_HD T operator[](I i) const {
+    return (*this)(i);
+  }
 
  private:
   ATTNRT_HD long long offset(int) const { return 0; }
-  template <class I, class... Rest> ATTNRT_HD long long offset(int axis, I i, Rest... rest) const {
+  template <class I, class... Rest>
+  ATTNRT_HD long long offset(int axis, I i, Rest... rest) const {
     return clamp_index(i, r.sizes[axis]) * r.strides[axis] + offset(axis + 1, rest...);
   }
 };
-template <class T, class... I> ATTNRT_HD T element(const ParamRef& r, I... i) {
+template <class T, class... I>
+ATTNRT_HD T element(const ParamRef& r, I... i) {
   return View<T, static_cast<int>(sizeof...(I))>{r}(i...);
 }
 
@@ -152,15 +164,20 @@ ATTNRT_HD long long isub(long long a, long long b) {
 ATTNRT_HD long long imul(long long a, long long b) {
   return static_cast<long long>(static_cast<unsigned long long>(a) * static_cast<unsigned long long>(b));
 }
-template <class T> ATTNRT_HD T iabs(T a) { return a < 0 ? isub(T(0), a) : a; }
+template <class T>
+ATTNRT_HD T iabs(T a) {
+  return a < 0 ? isub(T(0), a) : a;
+}
 // Floor division and remainder; divisor 0 gives 0, divisor -1 is taken apart because lowest / -1 traps.
-template <class T> ATTNRT_HD T ifloordiv(T a, T b) {
+template <class T>
+ATTNRT_HD T ifloordiv(T a, T b) {
   const T safe = (b == 0) | (b == -1) ? T(1) : b;
   const T q = a / safe;
   const T floored = q - T((a % safe != 0) & ((a < 0) != (safe < 0)));
   return b == 0 ? T(0) : b == -1 ? isub(T(0), a) : floored;
 }
-template <class T> ATTNRT_HD T imod(T a, T b) {
+template <class T>
+ATTNRT_HD T imod(T a, T b) {
   const T safe = (b == 0) | (b == -1) ? T(1) : b;
   const T r = a % safe;
   const T floored = r + ((r != 0) & ((r < 0) != (safe < 0)) ? safe : T(0));
@@ -184,8 +201,14 @@ ATTNRT_HD int float_to_int(float x) {
   return x == x ? (x >= 2147483648.0f ? INT_HIGHEST : inside) : 0;
 }
 
-template <class T> ATTNRT_HD T min_of(T a, T b) { return a < b ? a : b; }
-template <class T> ATTNRT_HD T max_of(T a, T b) { return a > b ? a : b; }
+template <class T>
+ATTNRT_HD T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+ATTNRT_HD T max_of(T a, T b) {
+  return a > b ? a : b;
+}
 
 // ---- float functions -----------------------------------------------------------------------------------------------
 // Device: the CUDA functions, fast intrinsics where only an absolute error matters. Host: plain branch-free arithmetic
