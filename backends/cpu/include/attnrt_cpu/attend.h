@@ -17,12 +17,13 @@ struct Attend {
   int group, num_queries, rows, heads_at_once;  // rows: num_queries * group, of one KV head
   int dim, dim_vo, dim_pad, dim_vo_pad, kv_tile;
   bool direct_k, direct_v;  // rows of K (V) can be multiplied where they lie
-  Tile tile;
+  Tile tile, next_tile;
+  bool has_next;  // next_tile is the tile after this one, of the same list
   float *zeros, *q, *run_acc, *leaf_acc, *run_ml, *leaf_ml, *s, *alpha, *k_wide, *v_wide;
   RowOf<V> *row_of;
   Sight *sight;
   int32_t *seen;
-  const void **k_row, **v_row;
+  const void **k_row, **v_row, **ahead_row;
   const Loops &loops;
   const RowLoops *k_loops, *v_loops;
   WidenRow widen;
@@ -57,11 +58,14 @@ struct Attend {
     seen = c.take<int32_t>(kv_tile);
     k_row = c.take<const void *>(kv_tile + 8);
     v_row = c.take<const void *>(kv_tile + 8);
-    tile.pos = c.take<int32_t>(kv_tile);
-    tile.live = c.take<int32_t>(kv_tile);
-    tile.slot = c.take<int64_t>(kv_tile);
-    tile.k = c.take<int64_t>(kv_tile);
-    tile.v = c.take<int64_t>(kv_tile);
+    ahead_row = c.take<const void *>(kv_tile);
+    for (Tile *t : {&tile, &next_tile}) {
+      t->pos = c.take<int32_t>(kv_tile);
+      t->live = c.take<int32_t>(kv_tile);
+      t->slot = c.take<int64_t>(kv_tile);
+      t->k = c.take<int64_t>(kv_tile);
+      t->v = c.take<int64_t>(kv_tile);
+    }
   }
 
   bool run() {
@@ -114,6 +118,9 @@ struct Attend {
           for (int d = 0; d < count; ++d)
             V::query(p, c, d, to[attnrt::pair_first(V::query_pairing, d)], to[attnrt::pair_second(V::query_pairing, over, d)]);
         }
+        // Without a logits hook q.k comes out as a base-2 logit.
+        const float scale = V::has_logits || !V::use_softmax ? call.sm_scale : call.sm_scale * LOG2_E;
+        for (int d = 0; d < dim; ++d) to[d] = to[d] * scale;
       }
   }
 
@@ -194,13 +201,27 @@ struct Attend {
     if (!direct_v) widen_values(head, k0, k1);
   }
 
-  void values_few(int h, int r0, int r1, int k0, int k1, bool uneven) {
+  // Rows of K that come next: the same tile's for the next head, or the next tile's; null: not known.
+  const void *const *rows_ahead(int h, int head0, int k0, int k1) {
+    if (!direct_k || part.heads != 1) return nullptr;
+    const bool same = h + 1 < heads_at_once;
+    if (!same && !has_next) return nullptr;
+    const Tile &from = same ? tile : next_tile;
+    const int64_t size = element_size(call.kv_dtype), shift = (head0 + (same ? h + 1 : 0)) * call.k.stride_head;
+    for (int j = k0; j < k1; ++j)
+      ahead_row[j] = from.live[j] ? static_cast<const char *>(call.k.ptr) + (from.k[j] + shift) * size : static_cast<const void *>(zeros);
+    return ahead_row;
+  }
+
+  void values_few(int h, int head0, int r0, int r1, int k0, int k1, bool uneven) {
     float *acc = leaf_acc + static_cast<int64_t>(h) * rows * dim_vo_pad;
     const int length = (dim_vo + W - 1) / W * W;
+    const void *const *ahead = rows_ahead(h, head0, k0, k1);
     for (int r = r0; r < r1; r += 4) {
       const int n = r1 - r < 4 ? r1 - r : 4;
       v_loops->accumulate[uneven][n - 1](s + static_cast<int64_t>(r) * kv_tile, kv_tile, v_row, k0, k1, length,
-                                        acc + static_cast<int64_t>(r) * dim_vo_pad, dim_vo_pad, alpha + r);
+                                         acc + static_cast<int64_t>(r) * dim_vo_pad, dim_vo_pad, alpha + r, ahead);
+      ahead = nullptr;
     }
   }
 
@@ -279,10 +300,10 @@ struct Attend {
     bool uneven = false;
     float *ml = leaf_ml + static_cast<int64_t>(h) * rows * 2;
     for (int r = r0; r < r1; ++r)
-      alpha[r] = weights_of<V>(mine[r], p, part, tile, sight[r], k0, k1, call.sm_scale, seen, s + static_cast<int64_t>(r) * kv_tile,
+      alpha[r] = weights_of<V>(mine[r], p, part, tile, sight[r], k0, k1, seen, s + static_cast<int64_t>(r) * kv_tile,
                                ml + 2 * r, &uneven);
     if (klass.token_major)
-      values_few(h, r0, r1, k0, k1, uneven);
+      values_few(h, head - h, r0, r1, k0, k1, uneven);
     else
       values_many(head, r0, r1, k0, k1, uneven);
   }
@@ -300,11 +321,27 @@ struct Attend {
   void run_leaf(int leaf, int head0) {
     const int64_t start = leaf_start(klass, leaf), next = leaf_start(klass, leaf + 1);
     const int64_t lo = start > item.kv_begin ? start : item.kv_begin, hi = next < item.kv_end ? next : item.kv_end;
-    for (tile.first = start + (lo - start) / kv_tile * kv_tile; tile.first < hi; tile.first += kv_tile) {
-      const int64_t end = next < item.kv_end ? next : item.kv_end;
-      if (part.heads == 1) resolve(call, part, item.row, 0, lo, end, kv_tile, tile);
+    const int64_t first = start + (lo - start) / kv_tile * kv_tile;
+    has_next = false;
+    for (int64_t at = first; at < hi; at += kv_tile) {
+      if (part.heads == 1) {
+        if (has_next) {
+          std::swap(tile, next_tile);
+        } else {
+          tile.first = at;
+          resolve(call, part, item.row, 0, lo, hi, kv_tile, tile);
+        }
+        has_next = klass.token_major && at + kv_tile < hi;
+        if (has_next) {
+          next_tile.first = at + kv_tile;
+          resolve(call, part, item.row, 0, lo, hi, kv_tile, next_tile);
+        }
+      }
       for (int h = 0; h < heads_at_once; ++h) {
-        if (part.heads != 1) resolve(call, part, item.row, head0 + h, lo, end, kv_tile, tile);
+        if (part.heads != 1) {
+          tile.first = at;
+          resolve(call, part, item.row, head0 + h, lo, hi, kv_tile, tile);
+        }
         if (tile.begin < tile.end) step(h, head0 + h);
       }
     }

@@ -7,9 +7,9 @@ constexpr int NR = 2 * W;  // keys (or numbers of V) per packed panel
 // s[r][j] = q[r] . k[j] for keys [k0, k1) at k[j]; reads k up to 7 entries past k1. `ahead`: rows to prefetch meanwhile, or null.
 typedef void (*Dots)(const float *q, int64_t ldq, const void *const *k, int k0, int k1, int dim, float *s, int64_t lds,
                      const void *const *ahead);
-// acc[r] = acc[r] * alpha[r] + sum over keys [k0, k1) of p[r][j] * v[j].
+// acc[r] = acc[r] * alpha[r] + sum over keys [k0, k1) of p[r][j] * v[j]; `ahead` as above.
 typedef void (*AccumulateRows)(const float *p, int64_t ldp, const void *const *v, int k0, int k1, int dim, float *acc, int64_t lda,
-                               const float *alpha);
+                               const float *alpha, const void *const *ahead);
 // dst[0 : n] = element first.. of src as float32, dst[n : padded] = 0.
 typedef void (*WidenRow)(const void *src, int64_t first, int n, int padded, float *dst);
 

@@ -26,7 +26,15 @@ ATTNRT_INLINE void sum_lanes8(const vf *x, float *out) {
 #endif
 }
 
+constexpr int LINE = 64;  // bytes
+
 ATTNRT_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+
+// A row of memory that will be needed a tile later: into the second level, the first one is busy.
+template <class Row>
+ATTNRT_INLINE void prefetch_row(Row row, int dim) {
+  for (int d = 0; d < dim; d += LINE / static_cast<int>(sizeof(*row))) __builtin_prefetch(row + d, 0, 2);
+}
 
 template <bool kSafe>
 ATTNRT_INLINE vf accumulate(vf p, vf v, vf acc) {
@@ -49,9 +57,9 @@ static void dots(const float *q, int64_t ldq, const void *const *k, int k0, int 
     Row rows[K], next[K];
     for (int i = 0; i < K; ++i) rows[i] = static_cast<Row>(k[j + i]);
     for (int i = 0; i < K; ++i) next[i] = static_cast<Row>(ahead ? ahead[j + i] : k[j + i]);
+    if (ahead)
+      for (int i = 0; i < K; ++i) prefetch_row(next[i], dim);
     for (int d = 0; d < dim; d += W) {
-      if (ahead && (d * sizeof(typename T::type)) % 64 == 0)
-        for (int i = 0; i < K; ++i) prefetch(next[i] + d);
       vf x[R];
       for (int r = 0; r < R; ++r) x[r] = load(q + r * ldq + d);
       for (int i = 0; i < K; ++i) {
@@ -69,13 +77,14 @@ static void dots(const float *q, int64_t ldq, const void *const *k, int k0, int 
 // acc[r][d : d + N * W] over rows v[j] of memory.
 template <class T, int R, int N, bool kSafe>
 ATTNRT_INLINE void accumulate_strip(const float *p, int64_t ldp, const void *const *v, int k0, int k1, int d, float *acc,
-                                    int64_t lda, const float *alpha) {
+                                    int64_t lda, const float *alpha, const void *const *ahead) {
   typedef const typename T::type *Row;
   vf sum[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * lda + d + n * W) * splat(alpha[r]);
   for (int j = k0; j < k1; ++j) {
     const Row row = static_cast<Row>(v[j]) + d;
+    if (ahead) prefetch_row(static_cast<Row>(ahead[j]) + d, N * W);
     vf x[N];
     for (int n = 0; n < N; ++n) x[n] = T::load8(row + n * W);
     for (int r = 0; r < R; ++r) {
@@ -89,11 +98,11 @@ ATTNRT_INLINE void accumulate_strip(const float *p, int64_t ldp, const void *con
 
 template <class T, int R, bool kSafe>
 static void accumulate_rows(const float *p, int64_t ldp, const void *const *v, int k0, int k1, int dim, float *acc,
-                            int64_t lda, const float *alpha) {
+                            int64_t lda, const float *alpha, const void *const *ahead) {
   constexpr int N = R == 1 ? 8 : R == 2 ? 4 : 2;  // enough independent sums to hide the latency of fma
   int d = 0;
-  for (; d + N * W <= dim; d += N * W) accumulate_strip<T, R, N, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha);
-  for (; d < dim; d += W) accumulate_strip<T, R, 1, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha);
+  for (; d + N * W <= dim; d += N * W) accumulate_strip<T, R, N, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha, ahead);
+  for (; d < dim; d += W) accumulate_strip<T, R, 1, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha, ahead);
 }
 
 template <class T>
@@ -139,12 +148,16 @@ template <int R>
 static void panel_scores(const float *q, int64_t ldq, const float *panel, int dim, float *s, int64_t lds) {
   vf sum[R][2];
   for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = splat(0.0f);
-  for (int d = 0; d < dim; ++d) {
-    const vf k0 = load(panel + d * NR), k1 = load(panel + d * NR + W);
-    for (int r = 0; r < R; ++r) {
-      const vf x = splat(q[r * ldq + d]);
-      sum[r][0] = fma(x, k0, sum[r][0]);
-      sum[r][1] = fma(x, k1, sum[r][1]);
+  for (int at = 0; at < dim; at += 16) {
+    for (int r = 0; r < R; ++r) prefetch(q + (R + r) * ldq + at);  // the next block's rows
+    const int end = at + 16 < dim ? at + 16 : dim;
+    for (int d = at; d < end; ++d) {
+      const vf k0 = load(panel + d * NR), k1 = load(panel + d * NR + W);
+      for (int r = 0; r < R; ++r) {
+        const vf x = splat(q[r * ldq + d]);
+        sum[r][0] = fma(x, k0, sum[r][0]);
+        sum[r][1] = fma(x, k1, sum[r][1]);
+      }
     }
   }
   for (int r = 0; r < R; ++r) {
@@ -160,12 +173,17 @@ static void panel_accumulate(const float *p, int64_t ldp, const float *panel, in
   vf sum[R][2];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < 2; ++n) sum[r][n] = load(acc + r * lda + n * W) * splat(alpha[r]);
-  for (int j = k0; j < k1; ++j) {
-    const vf v0 = load(panel + j * NR), v1 = load(panel + j * NR + W);
-    for (int r = 0; r < R; ++r) {
-      const vf weight = splat(p[r * ldp + j]);
-      sum[r][0] = accumulate<kSafe>(weight, v0, sum[r][0]);
-      sum[r][1] = accumulate<kSafe>(weight, v1, sum[r][1]);
+  for (int r = 0; r < R; ++r) prefetch(acc + (R + r) * lda);  // the next block's
+  for (int at = k0; at < k1; at += 16) {
+    for (int r = 0; r < R; ++r) prefetch(p + (R + r) * ldp + at);
+    const int end = at + 16 < k1 ? at + 16 : k1;
+    for (int j = at; j < end; ++j) {
+      const vf v0 = load(panel + j * NR), v1 = load(panel + j * NR + W);
+      for (int r = 0; r < R; ++r) {
+        const vf weight = splat(p[r * ldp + j]);
+        sum[r][0] = accumulate<kSafe>(weight, v0, sum[r][0]);
+        sum[r][1] = accumulate<kSafe>(weight, v1, sum[r][1]);
+      }
     }
   }
   for (int r = 0; r < R; ++r)

@@ -55,6 +55,7 @@ static void resolve(const attnrt_call &call, const attnrt_part &part, int row, i
   tile.end = static_cast<int>(hi < last ? (hi > tile.first ? hi - tile.first : 0) : kv_tile);
   tile.holes = false;
   tile.linear = part.block_pos == nullptr;
+  for (int j = 0; j < kv_tile; ++j) tile.live[j] = 0;
   if (tile.begin >= tile.end) {
     tile.begin = tile.end = 0;
     return;
@@ -63,7 +64,6 @@ static void resolve(const attnrt_call &call, const attnrt_part &part, int row, i
   const int32_t *blocks = part.indices ? part.indices + part.indptr[list] : nullptr;
   const int32_t *positions = part.block_pos ? part.block_pos + part.indptr[list] : nullptr;
   const int64_t base_pos = positions ? 0 : static_cast<int64_t>(part.kv_pos[row]) + tile.first - shift;
-  for (int j = 0; j < kv_tile; ++j) tile.live[j] = 0;
   if (!positions)
     for (int j = 0; j < kv_tile; ++j) tile.pos[j] = static_cast<int32_t>(base_pos + j);
   int64_t in_list = tile.first + tile.begin - shift;

@@ -65,7 +65,14 @@ ATTNRT_INLINE vi iota() {
 #endif
 }
 
-ATTNRT_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
+// x, or `least` where x is less; NaN stays.
+ATTNRT_INLINE vf at_least(vf x, vf least) {
+#if ATTNRT_LANES == 8 && !defined(__clang__)
+  return __builtin_ia32_maxps256(least, x);
+#else
+  return least > x ? least : x;
+#endif
+}
 ATTNRT_INLINE vf select(vi mask, vf yes, vf no) { return mask ? yes : no; }
 
 // Whether some lane of a mask (0 or -1) is set.
@@ -79,33 +86,49 @@ ATTNRT_INLINE bool any(vi mask) {
 #endif
 }
 
-// Largest lane; no lane is NaN.
+// The lanes of x in the order i ^ kFlip.
+template <int kFlip>
+ATTNRT_INLINE vf flip(vf x) {
+#if defined(__clang__)
+  vf y;
+  for (int i = 0; i < W; ++i) y[i] = x[i ^ kFlip];
+  return y;
+#else
+  return __builtin_shuffle(x, iota() ^ kFlip);
+#endif
+}
+
+// Largest lane; which, if some are NaN, is not said.
 ATTNRT_INLINE float max_lane(vf x) {
-  float best = x[0];
-  for (int i = 1; i < W; ++i) best = x[i] > best ? x[i] : best;
-  return best;
+#if ATTNRT_LANES == 16
+  x = at_least(x, flip<8>(x));
+#endif
+#if ATTNRT_LANES >= 8
+  x = at_least(x, flip<4>(x));
+#endif
+  x = at_least(x, flip<2>(x));
+  return at_least(x, flip<1>(x))[0];
 }
 
 // Sum of the lanes as a fixed tree of neighbours: ((0+1)+(2+3))+((4+5)+(6+7)). Sixteen lanes add their upper half to the
 // lower one first.
 ATTNRT_INLINE float sum_lanes(vf x) {
 #if ATTNRT_LANES == 16
-  float y[16], z[8];
-  store(y, x);
-  for (int i = 0; i < 8; ++i) z[i] = y[i] + y[i + 8];
-  return ((z[0] + z[1]) + (z[2] + z[3])) + ((z[4] + z[5]) + (z[6] + z[7]));
-#elif ATTNRT_LANES == 8
-  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-#else
-  return (x[0] + x[1]) + (x[2] + x[3]);
+  x = x + flip<8>(x);
 #endif
+  x = x + flip<1>(x);
+  x = x + flip<2>(x);
+#if ATTNRT_LANES >= 8
+  x = x + flip<4>(x);
+#endif
+  return x[0];
 }
 
-// 2^x for x <= 0: degree 6 on [-1/2, 1/2] (minimax, relative error of the polynomial 2e-9), results below 2^-126 are 0, NaN stays.
+// 2^x for x <= 0: degree 6 on [-1/2, 1/2] (minimax, relative error of the polynomial 2e-9), results below 2^-126 are 0, NaN
+// stays NaN. Adding 1.5 * 2^23 rounds x to a whole number n and leaves it in the low bits; n = -127 makes the factor 2^n zero.
 ATTNRT_INLINE vf exp2_nonpositive(vf x) {
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-  const vf low = splat(-126.0f);
-  const vf y = x < low ? low : x;
+  const vf magic = splat(12582912.0f);
+  const vf y = at_least(x, splat(-127.0f));
   const vf shifted = y + magic;
   const vf f = y - (shifted - magic);
   vf p = splat(1.5353360e-4f);
@@ -115,8 +138,7 @@ ATTNRT_INLINE vf exp2_nonpositive(vf x) {
   p = fma(p, f, splat(2.4022648e-1f));
   p = fma(p, f, splat(6.9314720e-1f));
   p = fma(p, f, splat(1.0f));
-  const vi exponent = (bits_of(shifted) - bits_of(magic) + 127) << 23;
-  return select(x < low, splat(0.0f), p * float_of(exponent));
+  return p * float_of((bits_of(shifted) + (127 - 0x4b400000)) << 23);
 }
 
 // One lane of the vector form, so that a fold uses the same function as a tile.

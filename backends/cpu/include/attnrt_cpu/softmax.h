@@ -66,9 +66,8 @@ static void fill_seen(const RowOf<V> &r, const attnrt::ParamRef *p, const attnrt
 
 // Logits hook over keys [begin, end), base 2 if there is a softmax.
 template <class V>
-static void apply_logits(const RowOf<V> &r, const attnrt::ParamRef *p, const Tile &tile, int begin, int end, float scale,
-                         float *s) {
-  constexpr float unit = V::use_softmax ? LOG2_E : 1.0f;
+static void apply_logits(const RowOf<V> &r, const attnrt::ParamRef *p, const Tile &tile, int begin, int end, float *s) {
+  constexpr float unit = V::use_softmax ? LOG2_E : 1.0f;  // a weight of -0 would read as a key not seen: + 0
   const attnrt::Ctx base = r.ctx;
   const typename V::Row row = r.row;
   const int32_t *pos = tile.pos;
@@ -80,7 +79,7 @@ static void apply_logits(const RowOf<V> &r, const attnrt::ParamRef *p, const Til
       attnrt::Ctx c = base;
       c.kv_pos = pos[0] + j;
       c.kv_slot = slot[j];
-      s[j] = V::logits(p, row, c, s[j] * scale) * unit;
+      s[j] = V::logits(p, row, c, s[j]) * unit + 0.0f;
     }
     return;
   }
@@ -88,78 +87,83 @@ static void apply_logits(const RowOf<V> &r, const attnrt::ParamRef *p, const Til
     attnrt::Ctx c = base;
     c.kv_pos = pos[j];
     c.kv_slot = live[j] ? slot[j] : 0;
-    s[j] = V::logits(p, row, c, s[j] * scale) * unit;
+    s[j] = V::logits(p, row, c, s[j]) * unit + 0.0f;
   }
 }
 
-// Weights of one row, in place of its scores, over keys [u0, u1) (multiples of W around all rows' sights); keys the row does
-// not see get -0.0. Updates ml and returns the factor on acc. Sets `uneven` if some key of [k0, k1) is not seen.
+// Largest of s[u0 : u1], or NaN if one is.
+static float max_or_nan(const float *s, int u0, int u1) {
+  float best = minus_infinity();
+  for (int j = u0; j < u1; ++j) {
+    if (s[j] != s[j]) return s[j];
+    best = s[j] > best ? s[j] : best;
+  }
+  return best;
+}
+
+// Weights of one row, in place of its scores, over keys [k0, k1) rounded out to multiples of W (the hull of all rows' sights);
+// keys the row does not see get -0.0. Updates ml and returns the factor on acc. Sets `uneven` if some key of the hull is not
+// seen. A logit of -inf is a key not seen.
 template <class V>
 static float weights_of(const RowOf<V> &r, const attnrt::ParamRef *p, const attnrt_part &part, const Tile &tile, const Sight &sight,
-                        int k0, int k1, float sm_scale, int32_t *seen, float *s, float *ml, bool *uneven) {
+                        int k0, int k1, int32_t *seen, float *s, float *ml, bool *uneven) {
   const int u0 = k0 / W * W, u1 = (k1 + W - 1) / W * W;
-  const vf hidden = splat(minus_infinity()), minus_zero = splat(-0.0f);
+  const vf hidden = splat(V::use_softmax ? minus_infinity() : -0.0f), minus_zero = splat(-0.0f);
   if (sight.begin > k0 || sight.end < k1 || sight.partial) *uneven = true;
-  float alpha = 1.0f;
   bool any_seen = sight.begin < sight.end;
   if (any_seen) {
-    if (sight.partial) {
-      for (int j = u0; j < u1; ++j) seen[j] = 0;
-      fill_seen<V>(r, p, part, tile, sight, seen);
-    }
-    if constexpr (V::has_logits || !V::use_softmax) apply_logits<V>(r, p, tile, sight.begin, sight.end, sm_scale, s);
-    const vf factor = splat(sm_scale * LOG2_E);
-    const vi first = splat_int(sight.begin), last = splat_int(sight.end);
-    vf top = hidden;
-    vi odd = splat_int(0), some = splat_int(0);
-    for (int j = u0; j < u1; j += W) {
-      vf t = load(s + j);
-      if constexpr (!V::has_logits && V::use_softmax) t = t * factor;
-      if (j < sight.begin || j + W > sight.end || sight.partial) {
+    if constexpr (V::has_logits || !V::use_softmax) apply_logits<V>(r, p, tile, sight.begin, sight.end, s);
+    if (sight.begin > u0 || sight.end < u1 || sight.partial) {
+      if (sight.partial) {
+        for (int j = u0; j < u1; ++j) seen[j] = 0;
+        fill_seen<V>(r, p, part, tile, sight, seen);
+      }
+      const vi first = splat_int(sight.begin), last = splat_int(sight.end);
+      vi some = splat_int(0);
+      for (int j = u0; j < u1; j += W) {
         const vi index = iota() + splat_int(j);
         vi mask = (index >= first) & (index < last);
         if (sight.partial) mask &= load_int(seen + j);
         some |= mask;
-        t = select(mask, t, V::use_softmax ? hidden : minus_zero);
-      } else {
-        some = splat_int(-1);
+        store(s + j, select(mask, load(s + j), hidden));
       }
-      if constexpr (V::use_softmax) {
-        odd |= t != t;
-        top = max(t, top);
-      }
-      store(s + j, t);
-    }
-    any_seen = any(some);
-    if constexpr (V::use_softmax) {
-      const float best = any(odd) ? __builtin_nanf("") : max_lane(top);
-      if (best == minus_infinity()) {
-        any_seen = false;
-      } else {
-        const float m = best > ml[0] || best != best ? best : ml[0];
-        alpha = exp2_nonpositive(ml[0] - m);
-        const vf shift = splat(m);
-        vf sum = splat(0.0f);
-        vi none = splat_int(0);
-        for (int j = u0; j < u1; j += W) {
-          const vf t = load(s + j);
-          const vf w = exp2_nonpositive(t - shift);
-          sum = sum + w;
-          const vi gone = t == hidden;
-          none |= gone;
-          store(s + j, select(gone, minus_zero, w));
-        }
-        if (any(none)) *uneven = true;
-        ml[0] = m;
-        ml[1] = ml[1] * alpha + sum_lanes(sum);
-      }
-    } else if (any_seen) {
-      ml[0] = 0.0f;
+      any_seen = any(some);
     }
   }
-  if (!any_seen) {
+  if constexpr (!V::use_softmax) {
+    if (any_seen) ml[0] = 0.0f;
+    else *uneven = true;
+    if (!any_seen)
+      for (int j = u0; j < u1; j += W) store(s + j, minus_zero);
+    return 1.0f;
+  }
+  float best = minus_infinity();
+  if (any_seen) {
+    vf top = hidden;
+    for (int j = u0; j < u1; j += W) top = at_least(top, load(s + j));  // a NaN may come or go: the sum below keeps it
+    best = max_lane(top);
+    if (!(best > minus_infinity())) best = max_or_nan(s, u0, u1);
+  }
+  if (best == minus_infinity()) {
     *uneven = true;
     for (int j = u0; j < u1; j += W) store(s + j, minus_zero);
+    return 1.0f;
   }
+  const float m = best > ml[0] || best != best ? best : ml[0];
+  const float alpha = exp2_nonpositive(ml[0] - m);
+  const vf shift = splat(m);
+  vf sum = splat(0.0f);
+  vi none = splat_int(0);
+  for (int j = u0; j < u1; j += W) {
+    const vf t = load(s + j);
+    const vf w = exp2_nonpositive(t - shift);
+    const vi gone = t == hidden;
+    sum = sum + w;
+    none |= gone;
+    store(s + j, select(gone, minus_zero, w));
+  }
+  if (any(none)) *uneven = true;
+  ml[0] = m;
+  ml[1] = ml[1] * alpha + sum_lanes(sum);
   return alpha;
 }

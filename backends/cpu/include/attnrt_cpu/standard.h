@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <utility>
+
 #include "attnrt_cpu/abi.h"
 #include "attnrt_cpu/scratch.h"
 #include "attnrt_variant.h"
