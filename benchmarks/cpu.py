@@ -68,7 +68,6 @@ def cast(x: np.ndarray, dtype: str) -> Any:
 def decode(dtype: str, rounds: int, rng: np.random.Generator, layout: str = "NHD") -> Result:
     """32 query heads over 8 KV heads, dim 128, 16 requests of 1024 keys in pages of 16."""
     import torch
-
     from attnrt.backends.cpu._native import ffi, lib
 
     batch, kv_len, page, heads, kv_heads, dim = 16, 1024, 16, 32, 8, 128
@@ -88,7 +87,13 @@ def decode(dtype: str, rounds: int, rng: np.random.Generator, layout: str = "NHD
     )
     attn = at.Attention(spec, backend="cpu", device="cpu")
     attn.plan(
-        at.formats.paged(np.arange(batch + 1, dtype=np.int32), indptr, ids, np.full(batch, kv_len, np.int32), page_size=page)
+        at.formats.paged(
+            np.arange(batch + 1, dtype=np.int32),
+            indptr,
+            ids,
+            np.full(batch, kv_len, np.int32),
+            page_size=page,
+        )
     )
     out = torch.empty_like(q)
     # torch has no paged form: it gets dense K and V, gathered outside the timing.
@@ -96,7 +101,9 @@ def decode(dtype: str, rounds: int, rng: np.random.Generator, layout: str = "NHD
     split = (batch, kv_len // page, *shape[1:])
     dense = [x[torch.from_numpy(ids).long()].reshape(split).permute(axes) for x in (k, v)]
     dense_k, dense_v = (x.reshape(batch, kv_heads, kv_len, dim).contiguous() for x in dense)
-    wanted = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], dense_k, dense_v, enable_gqa=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q[:, :, None], dense_k, dense_v, enable_gqa=True
+    )
     attn.run(q, (k, v), out=out)
     error = float((out.float() - wanted[:, :, 0].float()).abs().max())
     nbytes = 2 * k.numel() * k.element_size()
@@ -163,7 +170,9 @@ def main() -> None:
     """Run all and print a table (or JSON)."""
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
@@ -172,7 +181,11 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     rounds = 5 if args.quick else 25
     results = [
-        *(decode(dtype, rounds, rng, layout) for dtype in ("float32", "bfloat16") for layout in ("NHD", "HND")),
+        *(
+            decode(dtype, rounds, rng, layout)
+            for dtype in ("float32", "bfloat16")
+            for layout in ("NHD", "HND")
+        ),
         prefill(1024, rounds, rng),
         prefill(4096, max(rounds // 5, 3), rng),
     ]

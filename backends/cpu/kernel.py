@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from attnrt.backends.cpu._native import ffi, lib
+
 from attnrt.backends.cpu.families import Code, family_number, loops
 from attnrt.backends.cpu.traits import TOKEN_MAJOR
 
