@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// The planner's hot loop. Same steps, same names and same answers, byte for byte, as scheduler/plan_python.py, which says why.
+// The planner's hot loop. Same steps, same names and same answers, byte for byte, as scheduler/plan_python.py, which
+// says why.
 //
-// Costs are added in the same order as there and without fused multiply-adds (-ffp-contract=off), so that two loads that are
-// equal in Python are equal here. Nothing has a fixed capacity but the numbers of parts, classes and spans, which the caller
-// checks; scratch belongs to the thread and grows.
+// Costs are added in the same order as there and without fused multiply-adds (-ffp-contract=off), so that two loads
+// that are equal in Python are equal here. Nothing has a fixed capacity but the numbers of parts, classes and spans,
+// which the caller checks; scratch belongs to the thread and grows.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <vector>
 
 extern "C" {
 #include "planner_abi.h"
 }
+#include "buffer.h"
+#include "lpt.h"
+#include "ruler.h"
 
 namespace {
 
@@ -27,645 +30,540 @@ constexpr int kWorkFields = 14;
 constexpr int kMergeFields = 5;
 
 struct Run {
-    int32_t kv_begin, kv_end, leaf_begin, leaf_end, slot, fold;
+  int32_t kv_begin, kv_end, leaf_begin, leaf_end, slot, fold;
 };
 
 struct Tile {
-    int32_t part, row, q_begin, q_end, head_begin, head_end, klass;
-    int32_t kv_begin, kv_end, leaf_begin, leaf_end;
-    bool first, whole;
+  int32_t part, row, q_begin, q_end, head_begin, head_end, klass;
+  int32_t kv_begin, kv_end, leaf_begin, leaf_end;
+  bool first, whole;
 
-    int64_t queries() const { return q_end - q_begin; }
-    int64_t keys() const { return int64_t(kv_end) - kv_begin; }
-    int32_t heads() const { return head_end - head_begin; }
+  Tile() {}  // no zeroing: every field is set
+  int64_t queries() const { return q_end - q_begin; }
+  int64_t keys() const { return int64_t(kv_end) - kv_begin; }
+  int32_t heads() const { return head_end - head_begin; }
 };
 
 struct Item {
-    int32_t tile, run, head;
+  int32_t tile, run, head;
 };
 
 struct State {
-    int32_t leaf, slot;
-};
-
-// Scratch that only grows and is never cleared: what it held before is garbage.
-template <class T>
-class Buffer {
-  public:
-    T *need(size_t n) {
-        if (n > size_) {
-            size_ = n + n / 2;
-            data_.reset(new T[size_]);
-        }
-        return data_.get();
-    }
-    T *get() const { return data_.get(); }
-
-  private:
-    std::unique_ptr<T[]> data_;
-    size_t size_ = 0;
-};
-
-class Ruler {
-  public:
-    explicit Ruler(const attnrt_class &klass) : k(klass) {
-        for (int i = 0; i < k.num_spans; ++i) {
-            shift[i] = -1;
-            if ((k.span_size[i] & (k.span_size[i] - 1)) == 0) shift[i] = __builtin_ctzll(uint64_t(k.span_size[i]));
-        }
-    }
-
-    int32_t leaf_of(int64_t offset) const {
-        int i = k.num_spans - 1;
-        while (i > 0 && offset < k.span_start[i]) --i;
-        const int64_t in = offset - k.span_start[i];
-        return int32_t(k.span_leaf[i] + (shift[i] >= 0 ? in >> shift[i] : in / k.span_size[i]));
-    }
-
-    int64_t start(int64_t leaf) const {
-        int i = k.num_spans - 1;
-        while (i > 0 && leaf < k.span_leaf[i]) --i;
-        return k.span_start[i] + (leaf - k.span_leaf[i]) * k.span_size[i];
-    }
-
-  private:
-    const attnrt_class &k;
-    int shift[8];
+  int32_t leaf, slot;
 };
 
 // One way to cut and what came of it.
 struct Candidate {
-    const Run *runs = nullptr;
-    const int32_t *run_begin = nullptr;  // [tiles + 1]
-    std::vector<Run> own_runs;           // where some tile was cut; else runs are the tiles' own
-    std::vector<int32_t> own_run_begin;
-    Buffer<Item> items;
-    Buffer<double> costs;
-    Buffer<int32_t> order;
-    std::vector<int32_t> worker_indptr;
-    size_t count = 0;   // items
-    int32_t heads = 1;  // KV heads of an item
-    int64_t slots = 0;
-    int64_t cuts = 0;
-    double makespan = 0.0, mean = 0.0, longest = 0.0;
+  const Run* runs = nullptr;
+  const int32_t* run_begin = nullptr;  // [tiles + 1]
+  std::vector<Run> own_runs;           // where some tile was cut; else runs are the tiles' own
+  std::vector<int32_t> own_run_begin;
+  Buffer<Item> items;
+  Buffer<double> costs;
+  Buffer<int32_t> order;
+  std::vector<int32_t> worker_indptr;
+  size_t count = 0;   // items
+  int32_t heads = 1;  // KV heads of an item
+  int64_t slots = 0;
+  int64_t cuts = 0;
+  double makespan = 0.0, mean = 0.0, longest = 0.0;
 };
 
 class Planner {
-  public:
-    int plan(const attnrt_problem &problem, attnrt_counts &counts);
-    void take(int32_t *out) const;
+ public:
+  int plan(const attnrt_problem& problem, attnrt_counts& counts);
+  void take(int32_t* out) const;
 
-  private:
-    void find_tiles();
-    void tiles_of(int part, int row, int q_begin, int q_end, int klass);
-    void find_keys(Tile &tile) const;
-    void mark_rows();
-    bool best_candidate(int64_t &needed);
-    void make_items(Candidate &c, int32_t heads, double limit, int64_t base_slots);
-    void cut(Candidate &c, int32_t heads, double limit, int64_t base_slots);
-    void cut_tile(const Tile &tile, int64_t longest);
-    int64_t place(std::vector<Run> &out, const Tile &tile, int32_t slot) const;
-    double unit_cost(const Tile &tile, const Run &run) const;
-    void assign_lpt(Candidate &c);
-    void assign_to(Candidate &c, bool by_request);
-    void sort_by_cost(const Candidate &c);
-    void deal(Candidate &c, const int32_t *in_order);
-    void merges();
-    void list_row(int64_t row, int32_t unit);
-    template <class F>
-    void each_cell(const Tile &tile, F &&f) const;
+ private:
+  void find_tiles();
+  void tiles_of(int part, int row, int q_begin, int q_end, int klass);
+  void find_keys(Tile& tile) const;
+  void mark_rows();
+  bool best_candidate(int64_t& needed);
+  void make_items(Candidate& c, int32_t heads, double limit, int64_t base_slots);
+  void cut(Candidate& c, int32_t heads, double limit, int64_t base_slots);
+  void cut_tile(const Tile& tile, int64_t longest);
+  int64_t place(std::vector<Run>& out, const Tile& tile, int32_t slot) const;
+  double unit_cost(const Tile& tile, const Run& run) const;
+  void assign_lpt(Candidate& c);
+  void assign_to(Candidate& c, bool by_request);
+  void deal(Candidate& c, const int32_t* in_order, const int32_t* worker_at);
+  void merges();
+  void list_row(int64_t row, int32_t unit);
+  template <class F>
+  void each_cell(const Tile& tile, F&& f) const;
 
-    bool is_direct(const Tile &tile, size_t num_runs) const {
-        return tile.whole && num_runs == 1 && !(pr->pairwise && tile.leaf_end - tile.leaf_begin > 1);
-    }
+  bool is_direct(const Tile& tile, size_t num_runs) const {
+    return tile.whole && num_runs == 1 && !(pr->pairwise && tile.leaf_end - tile.leaf_begin > 1);
+  }
 
-    const attnrt_problem *pr = nullptr;
-    const attnrt_traits *tr = nullptr;
-    int32_t units = 1;
-    std::vector<Ruler> rulers;
-    std::vector<int32_t> req_class;
-    std::vector<Tile> tiles;
-    std::vector<Run> runs, whole_runs;
-    std::vector<int32_t> whole_begin;
-    std::vector<int64_t> whole_slots;
-    std::vector<double> whole_costs;
-    Candidate pool[2];
-    Candidate *best = nullptr;
-    std::vector<int32_t> count, first;
-    Buffer<uint64_t> keys, keys2;
-    Buffer<int32_t> ids, ids2, worker_of, tree_worker;
-    Buffer<double> tree_load;
-    std::vector<int32_t> at_worker;
-    std::vector<uint8_t> done;
-    std::vector<int64_t> state_end;
-    std::vector<State> states;
-    std::vector<int32_t> merge_rows, merge_slots, merge_leaves;
+  const attnrt_problem* pr = nullptr;
+  const attnrt_traits* tr = nullptr;
+  int32_t units = 1;
+  std::vector<Ruler> rulers;
+  std::vector<int32_t> req_class;
+  std::vector<int> steps;  // queries per tile of each class
+  std::vector<Tile> tiles;
+  std::vector<Run> runs;
+  Buffer<Run> whole_runs;
+  Buffer<int32_t> whole_begin;
+  Buffer<int64_t> whole_slots;
+  Buffer<double> whole_costs;
+  Candidate pool[2];
+  Candidate* best = nullptr;
+  std::vector<int32_t> count, first;
+  LongestFirst longest_first;
+  Buffer<int32_t> worker_of;
+  std::vector<int32_t> at_worker;
+  std::vector<uint8_t> done;
+  std::vector<int64_t> state_end;
+  std::vector<State> states;
+  std::vector<int32_t> merge_rows, merge_slots, merge_leaves;
 };
 
-int Planner::plan(const attnrt_problem &problem, attnrt_counts &counts) {
-    pr = &problem;
-    tr = problem.traits;
-    units = 1;
-    for (int p = 0; p < pr->num_parts; ++p)
-        if (pr->part[p].heads > 1) units = pr->num_kv_heads;
-    rulers.clear();
-    for (int i = 0; i < tr->num_classes; ++i) rulers.emplace_back(tr->classes[i]);
-    req_class.resize(size_t(pr->num_requests));
-    for (int i = 0; i < pr->num_requests; ++i) {
-        const int64_t rows = int64_t(pr->qo_lens[i]) * pr->group;
-        int k = 0;
-        while (k + 1 < tr->num_classes && tr->classes[k].max_rows >= 0 && rows > tr->classes[k].max_rows) ++k;
-        req_class[size_t(i)] = k;
-    }
-    find_tiles();
-    if (pr->num_parts > 1) {
-        mark_rows();
-        tiles.erase(std::remove_if(tiles.begin(), tiles.end(), [](const Tile &t) { return t.keys() == 0; }), tiles.end());
-    }
-    int64_t needed = 0;
-    if (!best_candidate(needed)) {
-        counts = {0, 0, 0, needed};
-        return 1;
-    }
-    merges();
-    counts = {int64_t(best->count), int64_t(merge_rows.size()) / kMergeFields, int64_t(merge_slots.size()), best->slots};
-    return 0;
+int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
+  pr = &problem;
+  tr = problem.traits;
+  units = 1;
+  for (int p = 0; p < pr->num_parts; ++p)
+    if (pr->part[p].heads > 1) units = pr->num_kv_heads;
+  rulers.clear();
+  steps.clear();
+  for (int i = 0; i < tr->num_classes; ++i) {
+    rulers.emplace_back(tr->classes[i]);
+    steps.push_back(std::max(1, tr->classes[i].q_tile / pr->group));
+  }
+  req_class.resize(size_t(pr->num_requests));
+  for (int i = 0; i < pr->num_requests; ++i) {
+    const int64_t rows = int64_t(pr->qo_lens[i]) * pr->group;
+    int k = 0;
+    while (k + 1 < tr->num_classes && tr->classes[k].max_rows >= 0 && rows > tr->classes[k].max_rows) ++k;
+    req_class[size_t(i)] = k;
+  }
+  find_tiles();
+  if (pr->num_parts > 1) {
+    mark_rows();
+    tiles.erase(std::remove_if(tiles.begin(), tiles.end(), [](const Tile& t) { return t.keys() == 0; }), tiles.end());
+  }
+  int64_t needed = 0;
+  if (!best_candidate(needed)) {
+    counts = {0, 0, 0, needed};
+    return 1;
+  }
+  merges();
+  counts = {int64_t(best->count), int64_t(merge_rows.size()) / kMergeFields, int64_t(merge_slots.size()), best->slots};
+  return 0;
 }
 
 // 1. Query tiles of one class and limit, and the keys that each may see.
 
 void Planner::find_tiles() {
-    tiles.clear();
-    for (int p = 0; p < pr->num_parts; ++p) {
-        const attnrt_part &part = pr->part[p];
-        const size_t width = size_t(part.heads) * sizeof(int64_t);
-        for (int row = 0; row < part.num_rows; ++row) {
-            const int end = part.qo_indptr[row + 1];
-            int begin = part.qo_indptr[row];
-            while (begin < end) {
-                const int klass = req_class[size_t(part.request[begin])];
-                int q = begin + 1;
-                for (; q < end; ++q) {
-                    if (part.request[q] != part.request[q - 1] && req_class[size_t(part.request[q])] != klass) break;
-                    if (part.limit_lo) {
-                        const int64_t a = int64_t(q) * part.heads, b = int64_t(begin) * part.heads;
-                        if (std::memcmp(part.limit_lo + a, part.limit_lo + b, width) != 0) break;
-                        if (std::memcmp(part.limit_hi + a, part.limit_hi + b, width) != 0) break;
-                    }
-                }
-                tiles_of(p, row, begin, q, klass);
-                begin = q;
-            }
+  tiles.clear();
+  for (int p = 0; p < pr->num_parts; ++p) {
+    const attnrt_part& part = pr->part[p];
+    const size_t width = size_t(part.heads) * sizeof(int64_t);
+    for (int row = 0; row < part.num_rows; ++row) {
+      const int end = part.qo_indptr[row + 1];
+      int begin = part.qo_indptr[row];
+      while (begin < end) {
+        const int klass = req_class[size_t(part.request[begin])];
+        int q = begin + 1;
+        for (; q < end; ++q) {
+          if (part.request[q] != part.request[q - 1] && req_class[size_t(part.request[q])] != klass) break;
+          if (part.limit_lo) {
+            const int64_t a = int64_t(q) * part.heads, b = int64_t(begin) * part.heads;
+            if (std::memcmp(part.limit_lo + a, part.limit_lo + b, width) != 0) break;
+            if (std::memcmp(part.limit_hi + a, part.limit_hi + b, width) != 0) break;
+          }
         }
+        tiles_of(p, row, begin, q, klass);
+        begin = q;
+      }
     }
+  }
 }
 
 void Planner::tiles_of(int p, int row, int q_begin, int q_end, int klass) {
-    const attnrt_part &part = pr->part[p];
-    const int step = std::max(1, tr->classes[klass].q_tile / pr->group);
-    for (int q = q_begin; q < q_end; q += step) {
-        for (int head = 0; head < part.heads; ++head) {
-            Tile t{};
-            t.part = p, t.row = row, t.q_begin = q, t.q_end = std::min(q + step, q_end), t.klass = klass;
-            t.head_begin = part.heads > 1 ? head : 0;
-            t.head_end = part.heads > 1 ? head + 1 : pr->num_kv_heads;
-            t.first = t.whole = true;
-            find_keys(t);
-            tiles.push_back(t);
-        }
+  const attnrt_part& part = pr->part[p];
+  const int step = steps[size_t(klass)];
+  for (int q = q_begin; q < q_end; q += step) {
+    for (int head = 0; head < part.heads; ++head) {
+      tiles.emplace_back();
+      Tile& t = tiles.back();
+      t.part = p, t.row = row, t.q_begin = q, t.q_end = std::min(q + step, q_end), t.klass = klass;
+      t.head_begin = part.heads > 1 ? head : 0;
+      t.head_end = part.heads > 1 ? head + 1 : pr->num_kv_heads;
+      t.kv_begin = t.kv_end = t.leaf_begin = t.leaf_end = 0;
+      t.first = t.whole = true;
+      find_keys(t);
     }
+  }
 }
 
-void Planner::find_keys(Tile &t) const {
-    const attnrt_part &part = pr->part[t.part];
-    const int head = part.heads > 1 ? t.head_begin : 0;
-    const int64_t entry = int64_t(t.row) * part.heads + head, offset = part.kv_offset[t.row];
-    int64_t lo = offset + part.kv_begin[entry], hi = offset + part.kv_end[entry];
-    if (part.limit_lo) {
-        const int64_t at = int64_t(t.q_begin) * part.heads + head;
-        lo = std::max(lo, part.limit_lo[at]);
-        hi = std::min(hi, part.limit_hi[at]);
+void Planner::find_keys(Tile& t) const {
+  const attnrt_part& part = pr->part[t.part];
+  const int head = part.heads > 1 ? t.head_begin : 0;
+  const int64_t entry = int64_t(t.row) * part.heads + head, offset = part.kv_offset[t.row];
+  int64_t lo = offset + part.kv_begin[entry], hi = offset + part.kv_end[entry];
+  if (part.limit_lo) {
+    const int64_t at = int64_t(t.q_begin) * part.heads + head;
+    lo = std::max(lo, part.limit_lo[at]);
+    hi = std::min(hi, part.limit_hi[at]);
+  }
+  if (part.kv_pos) {
+    int64_t first = kFar, end = -kFar;
+    for (int q = t.q_begin; q < t.q_end; ++q) {
+      if (part.visible_lo) {
+        first = std::min(first, part.visible_lo[q]);
+        end = std::max(end, part.visible_hi[q]);
+      } else {
+        const int64_t pos = part.qo_pos[q];
+        first = std::min(first, (pr->bound_kv_lens ? pos - pr->kv_lens[part.request[q]] : pos) - pr->left);
+        end = std::max(end, pos + pr->right + 1);
+      }
     }
-    if (part.kv_pos) {
-        int64_t first = kFar, end = -kFar;
-        for (int q = t.q_begin; q < t.q_end; ++q) {
-            if (part.visible_lo) {
-                first = std::min(first, part.visible_lo[q]);
-                end = std::max(end, part.visible_hi[q]);
-            } else {
-                const int64_t pos = part.qo_pos[q];
-                first = std::min(first, (pr->bound_kv_lens ? pos - pr->kv_lens[part.request[q]] : pos) - pr->left);
-                end = std::max(end, pos + pr->right + 1);
-            }
-        }
-        const int64_t shift = offset - part.kv_pos[t.row];
-        lo = std::max(lo, first + shift);
-        hi = std::min(hi, end + shift);
-    }
-    if (lo >= hi) return;
-    const Ruler &ruler = rulers[size_t(t.klass)];
-    t.kv_begin = int32_t(lo), t.kv_end = int32_t(hi);
-    t.leaf_begin = ruler.leaf_of(lo), t.leaf_end = ruler.leaf_of(hi - 1) + 1;
+    const int64_t shift = offset - part.kv_pos[t.row];
+    lo = std::max(lo, first + shift);
+    hi = std::min(hi, end + shift);
+  }
+  if (lo >= hi) return;
+  const Ruler& ruler = rulers[size_t(t.klass)];
+  t.kv_begin = int32_t(lo), t.kv_end = int32_t(hi);
+  t.leaf_begin = ruler.leaf_of(lo), t.leaf_end = ruler.leaf_of(hi - 1) + 1;
 }
 
 // 2. Which tiles hold the first leaf, or all leaves, of their rows.
 
 template <class F>
-void Planner::each_cell(const Tile &t, F &&f) const {
-    const int32_t *qo_index = pr->part[t.part].qo_index;
-    const int32_t u0 = units == 1 ? 0 : t.head_begin, u1 = units == 1 ? 1 : t.head_end;
-    for (int q = t.q_begin; q < t.q_end; ++q) {
-        const int64_t row = qo_index ? qo_index[q] : q;
-        for (int32_t u = u0; u < u1; ++u) f(row * units + u, q - t.q_begin);
-    }
+void Planner::each_cell(const Tile& t, F&& f) const {
+  const int32_t* qo_index = pr->part[t.part].qo_index;
+  const int32_t u0 = units == 1 ? 0 : t.head_begin, u1 = units == 1 ? 1 : t.head_end;
+  for (int q = t.q_begin; q < t.q_end; ++q) {
+    const int64_t row = qo_index ? qo_index[q] : q;
+    for (int32_t u = u0; u < u1; ++u) f(row * units + u, q - t.q_begin);
+  }
 }
 
 void Planner::mark_rows() {
-    const size_t cells = size_t(pr->num_rows) * size_t(units);
-    count.assign(cells, 0);
-    first.assign(cells, std::numeric_limits<int32_t>::max());
-    for (const Tile &t : tiles) {
-        if (t.keys() == 0) continue;
-        each_cell(t, [&](int64_t cell, int) {
-            count[size_t(cell)] += 1;
-            first[size_t(cell)] = std::min(first[size_t(cell)], t.leaf_begin);
-        });
-    }
-    for (Tile &t : tiles) {
-        if (t.keys() == 0) continue;
-        each_cell(t, [&](int64_t cell, int) {
-            t.first = t.first && first[size_t(cell)] == t.leaf_begin;
-            t.whole = t.whole && count[size_t(cell)] == 1;
-        });
-    }
+  const size_t cells = size_t(pr->num_rows) * size_t(units);
+  count.assign(cells, 0);
+  first.assign(cells, std::numeric_limits<int32_t>::max());
+  for (const Tile& t : tiles) {
+    if (t.keys() == 0) continue;
+    each_cell(t, [&](int64_t cell, int) {
+      count[size_t(cell)] += 1;
+      first[size_t(cell)] = std::min(first[size_t(cell)], t.leaf_begin);
+    });
+  }
+  for (Tile& t : tiles) {
+    if (t.keys() == 0) continue;
+    each_cell(t, [&](int64_t cell, int) {
+      t.first = t.first && first[size_t(cell)] == t.leaf_begin;
+      t.whole = t.whole && count[size_t(cell)] == 1;
+    });
+  }
 }
 
 // 3. Cut runs between leaves.
 
-void Planner::cut_tile(const Tile &t, int64_t longest) {
-    const Ruler &ruler = rulers[size_t(t.klass)];
-    runs.clear();
-    int64_t begin = t.kv_begin;
-    int32_t leaf = t.leaf_begin;
-    while (t.kv_end - begin > longest + longest / 8) {
-        const int32_t next = ruler.leaf_of(begin + longest - 1) + 1;
-        const int64_t end = ruler.start(next);
-        if (end >= t.kv_end) break;
-        runs.push_back({int32_t(begin), int32_t(end), leaf, next, kDirect, 0});
-        begin = end, leaf = next;
-    }
-    runs.push_back({int32_t(begin), t.kv_end, leaf, t.leaf_end, kDirect, 0});
+void Planner::cut_tile(const Tile& t, int64_t longest) {
+  const Ruler& ruler = rulers[size_t(t.klass)];
+  runs.clear();
+  int64_t begin = t.kv_begin;
+  int32_t leaf = t.leaf_begin;
+  while (t.kv_end - begin > longest + longest / 8) {
+    const int32_t next = ruler.leaf_of(begin + longest - 1) + 1;
+    const int64_t end = ruler.start(next);
+    if (end >= t.kv_end) break;
+    runs.push_back({int32_t(begin), int32_t(end), leaf, next, kDirect, 0});
+    begin = end, leaf = next;
+  }
+  runs.push_back({int32_t(begin), t.kv_end, leaf, t.leaf_end, kDirect, 0});
 }
 
 // Give the runs of a tile (in `runs`) their slots; returns how many.
-int64_t Planner::place(std::vector<Run> &out, const Tile &t, int32_t slot) const {
-    if (is_direct(t, runs.size())) {
-        out.push_back(runs[0]);
-        out.back().slot = kDirect, out.back().fold = 1;
-        return 0;
-    }
-    const int32_t begin = slot;
-    for (size_t i = 0; i < runs.size(); ++i) {
-        out.push_back(runs[i]);
-        Run &run = out.back();
-        run.fold = i == 0 && t.first && !pr->pairwise;
-        run.slot = slot;
-        slot += int32_t((run.fold ? 1 : run.leaf_end - run.leaf_begin) * t.queries());
-    }
-    return slot - begin;
+int64_t Planner::place(std::vector<Run>& out, const Tile& t, int32_t slot) const {
+  if (is_direct(t, runs.size())) {
+    out.push_back(runs[0]);
+    out.back().slot = kDirect, out.back().fold = 1;
+    return 0;
+  }
+  const int32_t begin = slot;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    out.push_back(runs[i]);
+    Run& run = out.back();
+    run.fold = i == 0 && t.first && !pr->pairwise;
+    run.slot = slot;
+    slot += int32_t((run.fold ? 1 : run.leaf_end - run.leaf_begin) * t.queries());
+  }
+  return slot - begin;
 }
 
-void Planner::cut(Candidate &c, int32_t heads, double limit, int64_t base_slots) {
-    c.runs = whole_runs.data(), c.run_begin = whole_begin.data();
-    c.cuts = 0;
-    c.slots = base_slots;
-    if (!(limit < std::numeric_limits<double>::infinity())) return;
-    const auto longest = [&](int32_t h) { return std::max<int64_t>(1, int64_t(std::ceil(limit / std::min(heads, h)))); };
-    const int64_t longest_all = longest(pr->num_kv_heads), longest_one = longest(1);
-    const auto longest_of = [&](const Tile &t) { return t.heads() == 1 ? longest_one : longest_all; };
-    const auto is_long = [&](const Tile &t) { return t.keys() > longest_of(t) + longest_of(t) / 8; };
-    if (std::none_of(tiles.begin(), tiles.end(), is_long)) return;
-    c.own_runs.clear();
-    c.own_run_begin.clear();
-    int64_t next = 0;
-    for (size_t i = 0; i < tiles.size(); ++i) {
-        const Tile &t = tiles[i];
-        c.own_run_begin.push_back(int32_t(c.own_runs.size()));
-        runs.assign(1, whole_runs[i]);
-        if (is_long(t)) {
-            cut_tile(t, longest_of(t));
-            int64_t more = t.leaf_end - t.leaf_begin;
-            if (t.first && !pr->pairwise) more -= runs[0].leaf_end - runs[0].leaf_begin - 1;
-            more *= t.queries();
-            if (runs.size() > 1 && c.slots + more - whole_slots[i] <= pr->max_slots) {
-                c.slots += more - whole_slots[i];
-                c.cuts += 1;
-            } else {
-                runs.assign(1, whole_runs[i]);
-            }
-        }
-        next += place(c.own_runs, t, int32_t(next));
-    }
+void Planner::cut(Candidate& c, int32_t heads, double limit, int64_t base_slots) {
+  c.runs = whole_runs.get(), c.run_begin = whole_begin.get();
+  c.cuts = 0;
+  c.slots = base_slots;
+  if (!(limit < std::numeric_limits<double>::infinity())) return;
+  const auto longest = [&](int32_t h) { return std::max<int64_t>(1, int64_t(std::ceil(limit / std::min(heads, h)))); };
+  const int64_t longest_all = longest(pr->num_kv_heads), longest_one = longest(1);
+  const auto longest_of = [&](const Tile& t) { return t.heads() == 1 ? longest_one : longest_all; };
+  const auto is_long = [&](const Tile& t) { return t.keys() > longest_of(t) + longest_of(t) / 8; };
+  if (std::none_of(tiles.begin(), tiles.end(), is_long)) return;
+  c.own_runs.clear();
+  c.own_run_begin.clear();
+  int64_t next = 0;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const Tile& t = tiles[i];
     c.own_run_begin.push_back(int32_t(c.own_runs.size()));
-    c.runs = c.own_runs.data(), c.run_begin = c.own_run_begin.data();
+    runs.assign(1, whole_runs.get()[i]);
+    if (is_long(t)) {
+      cut_tile(t, longest_of(t));
+      int64_t more = t.leaf_end - t.leaf_begin;
+      if (t.first && !pr->pairwise) more -= runs[0].leaf_end - runs[0].leaf_begin - 1;
+      more *= t.queries();
+      if (runs.size() > 1 && c.slots + more - whole_slots.get()[i] <= pr->max_slots) {
+        c.slots += more - whole_slots.get()[i];
+        c.cuts += 1;
+      } else {
+        runs.assign(1, whole_runs.get()[i]);
+      }
+    }
+    next += place(c.own_runs, t, int32_t(next));
+  }
+  c.own_run_begin.push_back(int32_t(c.own_runs.size()));
+  c.runs = c.own_runs.data(), c.run_begin = c.own_run_begin.data();
 }
 
 // 4. Cost and assign.
 
-double Planner::unit_cost(const Tile &t, const Run &run) const {
-    const double rows = double(t.queries() * pr->group), size = double(int64_t(run.kv_end) - run.kv_begin);
-    return tr->fixed + tr->alpha * rows + tr->beta * size + tr->beta_rows * rows * size;
+double Planner::unit_cost(const Tile& t, const Run& run) const {
+  const double rows = double(t.queries() * pr->group), size = double(int64_t(run.kv_end) - run.kv_begin);
+  return tr->fixed + tr->alpha * rows + tr->beta * size + tr->beta_rows * rows * size;
 }
 
-void Planner::make_items(Candidate &c, int32_t heads, double limit, int64_t base_slots) {
-    cut(c, heads, limit, base_slots);
-    c.heads = heads;
-    size_t n = 0;
-    for (size_t i = 0; i < tiles.size(); ++i)
-        n += size_t(c.run_begin[i + 1] - c.run_begin[i]) * size_t(tiles[i].heads() / std::min(heads, tiles[i].heads()));
-    Item *items = c.items.need(n);
-    double *costs = c.costs.need(n);
-    double total = 0.0, longest = 0.0;
-    for (size_t i = 0; i < tiles.size(); ++i) {
-        const Tile &t = tiles[i];
-        const int32_t step = std::min(heads, t.heads()), first_run = c.run_begin[i], end_run = c.run_begin[i + 1];
-        const bool uncut = c.cuts == 0;
-        for (int32_t head = t.head_begin; head < t.head_end; head += step) {
-            for (int32_t r = first_run; r < end_run; ++r) {
-                const double cost = step * (uncut ? whole_costs[i] : unit_cost(t, c.runs[r]));
-                *items++ = {int32_t(i), r, head};
-                *costs++ = cost;
-                total += cost;
-                longest = std::max(longest, cost);
-            }
-        }
+void Planner::make_items(Candidate& c, int32_t heads, double limit, int64_t base_slots) {
+  cut(c, heads, limit, base_slots);
+  c.heads = heads;
+  size_t n = 0;
+  for (size_t i = 0; i < tiles.size(); ++i)
+    n += size_t(c.run_begin[i + 1] - c.run_begin[i]) * size_t(tiles[i].heads() == 1 ? 1 : pr->num_kv_heads / heads);
+  Item* items = c.items.need(n);
+  double* costs = c.costs.need(n);
+  double total = 0.0, longest = 0.0;
+  const auto add = [&](size_t tile, int32_t r, int32_t head, double cost) {
+    *items++ = {int32_t(tile), r, head};
+    *costs++ = cost;
+    total += cost;
+    longest = std::max(longest, cost);
+  };
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const Tile& t = tiles[i];
+    const int32_t step = std::min(heads, t.heads());
+    for (int32_t head = t.head_begin; head < t.head_end; head += step) {
+      if (c.cuts == 0) {
+        add(i, int32_t(i), head, step * whole_costs.get()[i]);
+        continue;
+      }
+      for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) add(i, r, head, step * unit_cost(t, c.runs[r]));
     }
-    c.count = n;
-    c.longest = longest;
-    c.mean = total / tr->num_workers;
+  }
+  c.count = n;
+  c.longest = longest;
+  c.mean = total / tr->num_workers;
 }
 
-// Longest first, equal costs by item id: `keys` hold the complemented bits of a cost (costs are finite and not negative), `ids`
-// the item. A stable radix sort over the bits that differ at all; where these are few, key and id travel in one word.
-void Planner::sort_by_cost(const Candidate &c) {
-    const size_t n = c.count;
-    uint64_t *from = keys.need(n), *to = keys2.need(n);
-    int32_t *ids_out = ids.need(n);
-    uint64_t varies = 0;
-    for (size_t i = 0; i < n; ++i) {
-        uint64_t bits;
-        std::memcpy(&bits, c.costs.get() + i, sizeof bits);
-        from[i] = ~bits;
-        varies |= from[i] ^ from[0];
-    }
-    const int low = varies ? __builtin_ctzll(varies) : 0, high = varies ? 64 - __builtin_clzll(varies) : 0;
-    if (high - low <= 32) {
-        const uint64_t mask = (uint64_t(1) << (high - low)) - 1;
-        for (size_t i = 0; i < n; ++i) from[i] = ((from[i] >> low) & mask) << 32 | i;
-        if (n <= 96) {
-            std::sort(from, from + n);
-        } else {
-            for (int shift = 32; shift < 32 + high - low; shift += 8) {
-                uint32_t at[256] = {}, sum = 0;
-                for (size_t i = 0; i < n; ++i) at[(from[i] >> shift) & 255] += 1;
-                for (uint32_t &d : at) sum += d, d = sum - d;
-                for (size_t i = 0; i < n; ++i) to[at[(from[i] >> shift) & 255]++] = from[i];
-                std::swap(from, to);
-            }
-        }
-        for (size_t i = 0; i < n; ++i) ids_out[i] = int32_t(from[i]);
-        return;
-    }
-    for (size_t i = 0; i < n; ++i) ids_out[i] = int32_t(i);
-    const uint64_t *by = from;
-    std::sort(ids_out, ids_out + n, [by](int32_t a, int32_t b) { return by[a] != by[b] ? by[a] < by[b] : a < b; });
+void Planner::assign_lpt(Candidate& c) {
+  c.makespan = longest_first.assign(c.costs.get(), c.count, tr->num_workers);
+  deal(c, longest_first.order(), longest_first.worker_of());
 }
 
-// Least-loaded worker by a tournament: inner node i keeps the smaller load of its two children, of equals the left one, which
-// is the lower worker. Costs are not negative, so the first items go to workers 0, 1, 2, ... unless some cost is 0.
-void Planner::assign_lpt(Candidate &c) {
-    const size_t n = c.count;
-    const int32_t workers = tr->num_workers;
-    sort_by_cost(c);
-    const int32_t *in_order = ids.get();
-    int32_t *worker_at = worker_of.need(n);
-    const double *costs = c.costs.get();
-    int32_t leaves = 1;
-    while (leaves < workers) leaves *= 2;
-    double *load = tree_load.need(size_t(leaves) * 2);
-    int32_t *who = tree_worker.need(size_t(leaves) * 2);
-    const size_t ahead = n && costs[in_order[n - 1]] > 0.0 ? std::min(n, size_t(workers)) : 0;
-    for (int32_t w = 0; w < leaves; ++w) {
-        load[leaves + w] = w < workers ? 0.0 : std::numeric_limits<double>::infinity();
-        who[leaves + w] = w;
-    }
-    for (size_t i = 0; i < ahead; ++i) {
-        worker_at[i] = int32_t(i);
-        load[size_t(leaves) + i] = 0.0 + costs[in_order[i]];
-    }
-    if (n > ahead) {
-        for (int32_t node = leaves - 1; node > 0; --node) {
-            const bool right = load[2 * node + 1] < load[2 * node];
-            load[node] = right ? load[2 * node + 1] : load[2 * node];
-            who[node] = right ? who[2 * node + 1] : who[2 * node];
-        }
-        for (size_t i = ahead; i < n; ++i) {
-            const int32_t worker = leaves > 1 ? who[1] : 0;
-            worker_at[i] = worker;
-            int32_t node = leaves + worker;
-            double mine = load[node] += costs[in_order[i]];
-            int32_t me = worker;
-            while (node > 1) {
-                const double other = load[node ^ 1];
-                const int32_t them = who[node ^ 1];
-                const bool left = (node & 1) != 0;  // the sibling is the left one, so it also wins a tie
-                const bool lose = left ? other <= mine : other < mine;
-                mine = lose ? other : mine;
-                me = lose ? them : me;
-                node >>= 1;
-                load[node] = mine;
-                who[node] = me;
-            }
-        }
-    }
-    c.makespan = 0.0;
-    for (int32_t w = 0; w < workers; ++w) c.makespan = std::max(c.makespan, load[leaves + w]);
-    deal(c, in_order);
+// Items to their workers' ranges, in the order given (null: by id); worker_at says whose each is.
+void Planner::deal(Candidate& c, const int32_t* in_order, const int32_t* worker_at) {
+  const size_t n = c.count, workers = size_t(tr->num_workers);
+  at_worker.assign(workers, 0);
+  for (size_t i = 0; i < n; ++i) at_worker[size_t(worker_at[i])] += 1;
+  c.worker_indptr.resize(workers + 1);
+  int32_t sum = 0;
+  for (size_t w = 0; w < workers; ++w) {
+    c.worker_indptr[w] = sum;
+    sum += at_worker[w];
+    at_worker[w] = c.worker_indptr[w];
+  }
+  c.worker_indptr[workers] = sum;
+  int32_t* order = c.order.need(n);
+  for (size_t i = 0; i < n; ++i) order[at_worker[size_t(worker_at[i])]++] = in_order ? in_order[i] : int32_t(i);
 }
 
-// Items to their workers' ranges, in the order given (null: by id); worker_of says whose each is.
-void Planner::deal(Candidate &c, const int32_t *in_order) {
-    const size_t n = c.count, workers = size_t(tr->num_workers);
-    const int32_t *worker_at = worker_of.get();
-    at_worker.assign(workers, 0);
-    for (size_t i = 0; i < n; ++i) at_worker[size_t(worker_at[i])] += 1;
-    c.worker_indptr.resize(workers + 1);
-    int32_t sum = 0;
-    for (size_t w = 0; w < workers; ++w) {
-        c.worker_indptr[w] = sum;
-        sum += at_worker[w];
-        at_worker[w] = c.worker_indptr[w];
-    }
-    c.worker_indptr[workers] = sum;
-    int32_t *order = c.order.need(n);
-    for (size_t i = 0; i < n; ++i) order[at_worker[size_t(worker_at[i])]++] = in_order ? in_order[i] : int32_t(i);
-}
-
-void Planner::assign_to(Candidate &c, bool by_request) {
-    int32_t *worker_at = worker_of.need(c.count);
-    for (size_t i = 0; i < c.count; ++i) {
-        const Tile &t = tiles[size_t(c.items.get()[i].tile)];
-        worker_at[i] = int32_t((by_request ? int64_t(pr->part[t.part].request[t.q_begin]) : int64_t(i)) % tr->num_workers);
-    }
-    deal(c, nullptr);
-    c.makespan = 0.0;  // one candidate only: nobody asks
+void Planner::assign_to(Candidate& c, bool by_request) {
+  int32_t* worker_at = worker_of.need(c.count);
+  for (size_t i = 0; i < c.count; ++i) {
+    const Tile& t = tiles[size_t(c.items.get()[i].tile)];
+    worker_at[i] = int32_t((by_request ? int64_t(pr->part[t.part].request[t.q_begin]) : int64_t(i)) % tr->num_workers);
+  }
+  deal(c, nullptr, worker_at);
+  c.makespan = 0.0;  // one candidate only: nobody asks
 }
 
 // 5. Fewer and fewer heads per item; keep the best.
 
-bool Planner::best_candidate(int64_t &needed) {
-    int64_t base_slots = 0, total = 0;
-    whole_runs.clear(), whole_begin.clear(), whole_slots.clear(), whole_costs.clear();
-    for (const Tile &t : tiles) {
-        runs.assign(1, {t.kv_begin, t.kv_end, t.leaf_begin, t.leaf_end, kDirect, 0});
-        whole_costs.push_back(unit_cost(t, runs[0]));
-        whole_begin.push_back(int32_t(whole_runs.size()));
-        whole_slots.push_back(place(whole_runs, t, int32_t(base_slots)));
-        base_slots += whole_slots.back();
-        total += t.keys() * t.heads();
+bool Planner::best_candidate(int64_t& needed) {
+  int64_t base_slots = 0, total = 0;
+  const size_t n_tiles = tiles.size();
+  Run* run = whole_runs.need(n_tiles);
+  int32_t* begin = whole_begin.need(n_tiles + 1);
+  int64_t* slots = whole_slots.need(n_tiles);
+  double* costs = whole_costs.need(n_tiles);
+  for (size_t i = 0; i < n_tiles; ++i) {
+    const Tile& t = tiles[i];
+    run[i] = {t.kv_begin, t.kv_end, t.leaf_begin, t.leaf_end, kDirect, 1};
+    costs[i] = unit_cost(t, run[i]);
+    begin[i] = int32_t(i);
+    slots[i] = 0;
+    if (!is_direct(t, 1)) {
+      run[i].slot = int32_t(base_slots);
+      run[i].fold = t.first && !pr->pairwise;
+      slots[i] = (run[i].fold ? 1 : t.leaf_end - t.leaf_begin) * t.queries();
     }
-    whole_begin.push_back(int32_t(whole_runs.size()));
-    if (base_slots > pr->max_slots) {
-        needed = base_slots;
-        return false;
+    base_slots += slots[i];
+    total += t.keys() * t.heads();
+  }
+  begin[n_tiles] = int32_t(n_tiles);
+  if (base_slots > pr->max_slots) {
+    needed = base_slots;
+    return false;
+  }
+  const bool lpt = pr->mode == 0;
+  const double limit = lpt ? double(total) / tr->num_workers : std::numeric_limits<double>::infinity();
+  const int32_t heads = pr->num_kv_heads, most = lpt && tr->split_heads ? heads : 1;
+  Candidate* next = &pool[0];
+  best = nullptr;
+  double best_score = 0.0;
+  for (int32_t n = 1; n <= most; ++n) {
+    if (heads % n) continue;
+    make_items(*next, heads / n, limit, base_slots);
+    if (n < most && next->longest > kGoodBalance * next->mean) continue;
+    if (lpt)
+      assign_lpt(*next);
+    else
+      assign_to(*next, pr->mode == 2);
+    const double score = next->makespan + (next->cuts ? tr->fixed * heads : 0.0);
+    const bool good = !next->cuts && next->makespan <= kGoodBalance * next->mean;
+    const bool many = int64_t(next->count) >= kManyItems * tr->num_workers;
+    if (!best || score < best_score) {
+      best = next;
+      best_score = score;
+      next = best == &pool[0] ? &pool[1] : &pool[0];
     }
-    const bool lpt = pr->mode == 0;
-    const double limit = lpt ? double(total) / tr->num_workers : std::numeric_limits<double>::infinity();
-    const int32_t heads = pr->num_kv_heads, most = lpt && tr->split_heads ? heads : 1;
-    Candidate *next = &pool[0];
-    best = nullptr;
-    double best_score = 0.0;
-    for (int32_t n = 1; n <= most; ++n) {
-        if (heads % n) continue;
-        make_items(*next, heads / n, limit, base_slots);
-        if (n < most && next->longest > kGoodBalance * next->mean) continue;
-        if (lpt)
-            assign_lpt(*next);
-        else
-            assign_to(*next, pr->mode == 2);
-        const double score = next->makespan + (next->cuts ? tr->fixed * heads : 0.0);
-        const bool good = !next->cuts && next->makespan <= kGoodBalance * next->mean;
-        const bool many = int64_t(next->count) >= kManyItems * tr->num_workers;
-        if (!best || score < best_score) {
-            best = next;
-            best_score = score;
-            next = best == &pool[0] ? &pool[1] : &pool[0];
-        }
-        if (good || many) break;
-    }
-    return true;
+    if (good || many) break;
+  }
+  return true;
 }
 
 // 6. Rows that merge.
 
 void Planner::merges() {
-    merge_rows.clear(), merge_slots.clear(), merge_leaves.clear();
-    if (best->slots == 0 && pr->num_parts == 1 && units == 1 && !pr->part[0].qo_index) {
-        for (int64_t row = pr->part[0].qo_indptr[pr->part[0].num_rows]; row < pr->num_rows; ++row) {
-            const int32_t entry[kMergeFields] = {int32_t(row), 0, pr->num_kv_heads, 0, 0};
-            merge_rows.insert(merge_rows.end(), entry, entry + kMergeFields);
-        }
-        return;
+  merge_rows.clear(), merge_slots.clear(), merge_leaves.clear();
+  if (best->slots == 0 && pr->num_parts == 1 && units == 1 && !pr->part[0].qo_index) {
+    for (int64_t row = pr->part[0].qo_indptr[pr->part[0].num_rows]; row < pr->num_rows; ++row) {
+      const int32_t entry[kMergeFields] = {int32_t(row), 0, pr->num_kv_heads, 0, 0};
+      merge_rows.insert(merge_rows.end(), entry, entry + kMergeFields);
     }
-    const size_t cells = size_t(pr->num_rows) * size_t(units);
-    done.assign(cells, 0);
-    state_end.assign(cells + 1, 0);
-    const Candidate &c = *best;
-    for (size_t i = 0; i < tiles.size(); ++i) {
-        const Tile &t = tiles[i];
-        int64_t states_here = 0;
-        for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
-            const Run &run = c.runs[r];
-            if (run.slot != kDirect) states_here += run.fold ? 1 : run.leaf_end - run.leaf_begin;
-        }
-        const bool direct = c.runs[c.run_begin[i]].slot == kDirect;
-        each_cell(t, [&](int64_t cell, int) {
-            if (direct) done[size_t(cell)] = 1;
-            state_end[size_t(cell) + 1] += states_here;
-        });
+    return;
+  }
+  const size_t cells = size_t(pr->num_rows) * size_t(units);
+  done.assign(cells, 0);
+  state_end.assign(cells + 1, 0);
+  const Candidate& c = *best;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const Tile& t = tiles[i];
+    int64_t states_here = 0;
+    for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
+      const Run& run = c.runs[r];
+      if (run.slot != kDirect) states_here += run.fold ? 1 : run.leaf_end - run.leaf_begin;
     }
-    for (size_t i = 0; i < cells; ++i) state_end[i + 1] += state_end[i];
-    states.resize(size_t(state_end[cells]));
-    for (size_t i = 0; i < tiles.size(); ++i) {
-        const Tile &t = tiles[i];
-        for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
-            const Run &run = c.runs[r];
-            if (run.slot == kDirect) continue;
-            const int32_t n = run.fold ? 1 : run.leaf_end - run.leaf_begin, queries = int32_t(t.queries());
-            each_cell(t, [&](int64_t cell, int q) {
-                State *to = states.data() + state_end[size_t(cell)];
-                for (int32_t k = 0; k < n; ++k) to[k] = {run.leaf_begin + k, run.slot + k * queries + q};
-                state_end[size_t(cell)] += n;
-            });
-        }
+    const bool direct = c.runs[c.run_begin[i]].slot == kDirect;
+    each_cell(t, [&](int64_t cell, int) {
+      if (direct) done[size_t(cell)] = 1;
+      state_end[size_t(cell) + 1] += states_here;
+    });
+  }
+  for (size_t i = 0; i < cells; ++i) state_end[i + 1] += state_end[i];
+  states.resize(size_t(state_end[cells]));
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const Tile& t = tiles[i];
+    for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
+      const Run& run = c.runs[r];
+      if (run.slot == kDirect) continue;
+      const int32_t n = run.fold ? 1 : run.leaf_end - run.leaf_begin, queries = int32_t(t.queries());
+      each_cell(t, [&](int64_t cell, int q) {
+        State* to = states.data() + state_end[size_t(cell)];
+        for (int32_t k = 0; k < n; ++k) to[k] = {run.leaf_begin + k, run.slot + k * queries + q};
+        state_end[size_t(cell)] += n;
+      });
     }
-    // state_end[cell] has moved to the end of the cell's states, which is where the next cell's begin.
-    for (int64_t row = 0; row < pr->num_rows; ++row)
-        for (int32_t unit = 0; unit < units; ++unit)
-            if (!done[size_t(row * units + unit)]) list_row(row, unit);
+  }
+  // state_end[cell] has moved to the end of the cell's states, which is where the next cell's begin.
+  for (int64_t row = 0; row < pr->num_rows; ++row)
+    for (int32_t unit = 0; unit < units; ++unit)
+      if (!done[size_t(row * units + unit)]) list_row(row, unit);
 }
 
 void Planner::list_row(int64_t row, int32_t unit) {
-    const int32_t width = pr->num_kv_heads / units;
-    const size_t cell = size_t(row * units + unit);
-    State *begin = states.data() + (cell ? state_end[cell - 1] : 0), *end = states.data() + state_end[cell];
-    if (begin == end && !merge_rows.empty()) {
-        int32_t *last = &merge_rows[merge_rows.size() - kMergeFields];
-        if (last[0] == row && last[3] == last[4] && last[2] == unit * width) {
-            last[2] = (unit + 1) * width;
-            return;
-        }
+  const int32_t width = pr->num_kv_heads / units;
+  const size_t cell = size_t(row * units + unit);
+  State *begin = states.data() + (cell ? state_end[cell - 1] : 0), *end = states.data() + state_end[cell];
+  if (begin == end && !merge_rows.empty()) {
+    int32_t* last = &merge_rows[merge_rows.size() - kMergeFields];
+    if (last[0] == row && last[3] == last[4] && last[2] == unit * width) {
+      last[2] = (unit + 1) * width;
+      return;
     }
-    const auto rises = [](const State &a, const State &b) { return a.leaf != b.leaf ? a.leaf < b.leaf : a.slot < b.slot; };
-    if (!std::is_sorted(begin, end, rises)) std::sort(begin, end, rises);
-    const int32_t from = int32_t(merge_slots.size());
-    for (State *s = begin; s != end; ++s) {
-        merge_slots.push_back(s->slot);
-        merge_leaves.push_back(s->leaf);
-    }
-    const int32_t entry[kMergeFields] = {int32_t(row), unit * width, (unit + 1) * width, from, int32_t(merge_slots.size())};
-    merge_rows.insert(merge_rows.end(), entry, entry + kMergeFields);
+  }
+  const auto rises = [](const State& a, const State& b) {
+    return a.leaf != b.leaf ? a.leaf < b.leaf : a.slot < b.slot;
+  };
+  if (!std::is_sorted(begin, end, rises)) std::sort(begin, end, rises);
+  const int32_t from = int32_t(merge_slots.size());
+  for (State* s = begin; s != end; ++s) {
+    merge_slots.push_back(s->slot);
+    merge_leaves.push_back(s->leaf);
+  }
+  const int32_t entry[kMergeFields] = {int32_t(row), unit * width, (unit + 1) * width, from,
+                                       int32_t(merge_slots.size())};
+  merge_rows.insert(merge_rows.end(), entry, entry + kMergeFields);
 }
 
-void Planner::take(int32_t *out) const {
-    const Candidate &c = *best;
-    for (size_t i = 0; i < c.count; ++i) {
-        const int32_t id = c.order.get()[i];
-        const Item &item = c.items.get()[id];
-        const Tile &t = tiles[size_t(item.tile)];
-        const Run &run = c.runs[item.run];
-        const int32_t step = std::min(t.heads(), c.heads);
-        out[0] = t.part, out[1] = t.row, out[2] = t.q_begin, out[3] = t.q_end;
-        out[4] = item.head, out[5] = item.head + step;
-        out[6] = run.kv_begin, out[7] = run.kv_end, out[8] = run.leaf_begin, out[9] = run.leaf_end;
-        out[10] = run.slot, out[11] = t.klass, out[12] = run.fold;
-        out[13] = int32_t(std::min(std::nearbyint(c.costs.get()[id]), 2147483647.0));
-        out += kWorkFields;
-    }
-    const auto put = [&out](const std::vector<int32_t> &v) {
-        if (!v.empty()) std::memcpy(out, v.data(), v.size() * sizeof(int32_t));
-        out += v.size();
-    };
-    put(c.worker_indptr);
-    put(merge_rows);
-    put(merge_slots);
-    put(merge_leaves);
+void Planner::take(int32_t* out) const {
+  const Candidate& c = *best;
+  for (size_t i = 0; i < c.count; ++i) {
+    const int32_t id = c.order.get()[i];
+    const Item& item = c.items.get()[id];
+    const Tile& t = tiles[size_t(item.tile)];
+    const Run& run = c.runs[item.run];
+    const int32_t step = std::min(t.heads(), c.heads);
+    out[0] = t.part, out[1] = t.row, out[2] = t.q_begin, out[3] = t.q_end;
+    out[4] = item.head, out[5] = item.head + step;
+    out[6] = run.kv_begin, out[7] = run.kv_end, out[8] = run.leaf_begin, out[9] = run.leaf_end;
+    out[10] = run.slot, out[11] = t.klass, out[12] = run.fold;
+    out[13] = int32_t(std::min(std::nearbyint(c.costs.get()[id]), 2147483647.0));
+    out += kWorkFields;
+  }
+  const auto put = [&out](const std::vector<int32_t>& v) {
+    if (!v.empty()) std::memcpy(out, v.data(), v.size() * sizeof(int32_t));
+    out += v.size();
+  };
+  put(c.worker_indptr);
+  put(merge_rows);
+  put(merge_slots);
+  put(merge_leaves);
 }
 
 thread_local Planner planner;
 
 }  // namespace
 
-extern "C" int attnrt_plan(const attnrt_problem *problem, attnrt_counts *counts) { return planner.plan(*problem, *counts); }
+extern "C" int attnrt_plan(const attnrt_problem* problem, attnrt_counts* counts) {
+  return planner.plan(*problem, *counts);
+}
 
-extern "C" void attnrt_take(int32_t *out) { planner.take(out); }
+extern "C" void attnrt_take(int32_t* out) { planner.take(out); }

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// Longest first to the least-loaded worker: scheduler/assign.py's LPT, the same assignment item by item.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "buffer.h"
+
+class LongestFirst {
+ public:
+  // Least-loaded worker by a tournament: inner node i keeps the smaller load of its two children, of equals the left
+  // one, which is the lower worker. Costs are not negative, so the first items go to workers 0, 1, 2, ... unless some
+  // cost is 0.
+  double assign(const double* costs, size_t n, int32_t workers) {
+    sort_by_cost(costs, n);
+    const int32_t* in_order = ids_.get();
+    int32_t* worker_at = workers_.need(n);
+    int32_t leaves = 1;
+    while (leaves < workers) leaves *= 2;
+    double* load = load_.need(size_t(leaves) * 2);
+    int32_t* who = who_.need(size_t(leaves) * 2);
+    const size_t ahead = n && costs[in_order[n - 1]] > 0.0 ? std::min(n, size_t(workers)) : 0;
+    for (int32_t w = 0; w < leaves; ++w) {
+      load[leaves + w] = w < workers ? 0.0 : std::numeric_limits<double>::infinity();
+      who[leaves + w] = w;
+    }
+    for (size_t i = 0; i < ahead; ++i) {
+      worker_at[i] = int32_t(i);
+      load[size_t(leaves) + i] = 0.0 + costs[in_order[i]];
+    }
+    if (n > ahead) {
+      for (int32_t node = leaves - 1; node > 0; --node) {
+        const bool right = load[2 * node + 1] < load[2 * node];
+        load[node] = right ? load[2 * node + 1] : load[2 * node];
+        who[node] = right ? who[2 * node + 1] : who[2 * node];
+      }
+      for (size_t i = ahead; i < n; ++i) {
+        const int32_t worker = leaves > 1 ? who[1] : 0;
+        worker_at[i] = worker;
+        int32_t node = leaves + worker;
+        double mine = load[node] += costs[in_order[i]];
+        int32_t me = worker;
+        while (node > 1) {
+          const double other = load[node ^ 1];
+          const int32_t them = who[node ^ 1];
+          const bool left = (node & 1) != 0;  // the sibling is the left one, so it also wins a tie
+          const bool lose = left ? other <= mine : other < mine;
+          mine = lose ? other : mine;
+          me = lose ? them : me;
+          node >>= 1;
+          load[node] = mine;
+          who[node] = me;
+        }
+      }
+    }
+    double makespan = 0.0;
+    for (int32_t w = 0; w < workers; ++w) makespan = std::max(makespan, load[leaves + w]);
+    return makespan;
+  }
+
+  const int32_t* order() const { return ids_.get(); }          // [n] items, longest first
+  const int32_t* worker_of() const { return workers_.get(); }  // [n] worker of order()[i]
+
+ private:
+  // Longest first, equal costs by item id: `keys` hold the complemented bits of a cost (costs are finite and not
+  // negative), `ids` the item. A stable radix sort over the bits that differ at all; where these are few, key and id
+  // travel in one word.
+  void sort_by_cost(const double* costs, size_t n) {
+    uint64_t *from = keys_.need(n), *to = keys2_.need(n);
+    int32_t* ids_out = ids_.need(n);
+    uint64_t varies = 0;
+    for (size_t i = 0; i < n; ++i) {
+      uint64_t bits;
+      std::memcpy(&bits, costs + i, sizeof bits);
+      from[i] = ~bits;
+      varies |= from[i] ^ from[0];
+    }
+    const int low = varies ? __builtin_ctzll(varies) : 0, high = varies ? 64 - __builtin_clzll(varies) : 0;
+    if (high - low <= 32) {
+      const uint64_t mask = (uint64_t(1) << (high - low)) - 1;
+      for (size_t i = 0; i < n; ++i) from[i] = ((from[i] >> low) & mask) << 32 | i;
+      if (n <= 96) {
+        std::sort(from, from + n);
+      } else {
+        for (int shift = 32; shift < 32 + high - low; shift += 8) {
+          uint32_t at[256] = {}, sum = 0;
+          for (size_t i = 0; i < n; ++i) at[(from[i] >> shift) & 255] += 1;
+          for (uint32_t& d : at) sum += d, d = sum - d;
+          for (size_t i = 0; i < n; ++i) to[at[(from[i] >> shift) & 255]++] = from[i];
+          std::swap(from, to);
+        }
+      }
+      for (size_t i = 0; i < n; ++i) ids_out[i] = int32_t(from[i]);
+      return;
+    }
+    for (size_t i = 0; i < n; ++i) ids_out[i] = int32_t(i);
+    const uint64_t* by = from;
+    std::sort(ids_out, ids_out + n, [by](int32_t a, int32_t b) { return by[a] != by[b] ? by[a] < by[b] : a < b; });
+  }
+
+  Buffer<uint64_t> keys_, keys2_;
+  Buffer<int32_t> ids_, workers_, who_;
+  Buffer<double> load_;
+};
