@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def bsr(
     block_size : (R, C) or int
         Queries and keys per block.
     num_cols : int
-        Keys (rows of k and v); the last block column may be cut off by it.
+        Keys (rows of k and v); the last block column may be cut off by it (blocks are then split to a size that fits).
     num_rows : int, optional
         Queries; None: block rows * R. The last block row may be cut off by it.
     qo_pos : int32 [num_rows], optional
@@ -85,13 +86,10 @@ def bsr(
     columns, values = _sorted_rows(columns, values, np.repeat(np.arange(rows), counts))
     first = 0 if kv_pos is None else host_ints("kv_pos", kv_pos, length=1, of="position of key 0").item(0)
     requests, read = read_queries([0, queries], host_ints("num_cols", [cols]), None, qo_pos, cols)
-    ends = counts.astype(np.int64) * C
-    full = starts[1:] > starts[:-1]
-    if cols % C and len(columns):  # the cut-off block column is the last of its row
-        last = np.zeros(rows, bool)
-        last[full] = columns[starts[1:][full] - 1] == cols // C
-        ends = ends - last * (C - cols % C)
     mask, mask_offset = _element_mask(values, starts, queries, R)
+    if cols % C:
+        # The last block column is cut off: blocks of a size that divides num_cols, so that no list names keys past it.
+        C, starts, columns = _split_blocks(C, cols, counts, columns)
     return BlockSparse(
         block_size=(R, C),
         num_qo=queries,
@@ -104,7 +102,7 @@ def bsr(
         kv_pos=None,
         block_pos=frozen(columns * np.int32(C) + np.int32(first)),
         kv_begin=zeros(rows),
-        kv_end=frozen(ends.astype(np.int32)),
+        kv_end=frozen((starts[1:] - starts[:-1]) * np.int32(C)),
         kv_offset=zeros(rows),
         mask=mask,
         mask_offset=mask_offset,
@@ -287,6 +285,22 @@ def _block_size(value: Any) -> tuple[int, int]:
     if len(pair) != 2:
         raise ArgumentError("block_size", "must be an integer or a pair (R, C)", repr(value))
     return page_size_of(pair[0], "block_size"), page_size_of(pair[1], "block_size")
+
+
+def _split_blocks(
+    C: int, cols: int, counts: np.ndarray, columns: np.ndarray
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """The same keys in blocks of gcd(C, cols): their size, indptr and indices."""
+    size = math.gcd(C, cols)
+    pieces = C // size
+    split = (columns[:, None].astype(np.int64) * pieces + np.arange(pieces)).reshape(-1)
+    row = np.repeat(np.arange(len(counts)), counts * pieces)
+    inside = split < cols // size
+    return (
+        size,
+        indptr_of(np.bincount(row[inside], minlength=len(counts))),
+        frozen(split[inside].astype(np.int32)),
+    )
 
 
 def _sorted_rows(
