@@ -281,5 +281,12 @@ class Library:
 def register() -> None:
     """Tell the base layer how to reach GPUs."""
     from attnrt.memory import register_ops
+    from attnrt.merge import register_merge
+
+    def merge(call: Any) -> None:
+        from attnrt.backends.cuda import merge_parts  # it renders and compiles: not needed to reach a GPU
+
+        merge_parts.merge(call)
 
     register_ops("cuda", CudaOps)
+    register_merge("cuda", merge)
