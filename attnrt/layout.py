@@ -9,13 +9,14 @@ moves; a backend that captures graphs keeps the addresses and counts of the curr
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnrt.errors import ArgumentError, LimitError
+from attnrt.errors import ArgumentError, DtypeError, LimitError
 from attnrt.memory import ALIGN
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS
 
@@ -44,6 +45,9 @@ PART_FIELDS: dict[str, np.dtype] = {
     "indices": np.dtype(np.int32),
     "mask": np.dtype(np.uint8),
 }
+
+_fields_of = operator.attrgetter(*PART_FIELDS)
+_INDICES, _MASK = list(PART_FIELDS).index("indices"), list(PART_FIELDS).index("mask")
 
 #: Arrays of the plan area, with the numbers of a row of each.
 PLAN_FIELDS: dict[str, int] = {
@@ -169,16 +173,6 @@ def pages_named(index: Index) -> int:
     return -(-max(slots, default=0) // page)
 
 
-def part_sizes(part: BlockSparse) -> list[int]:
-    """Bytes of each of PART_FIELDS; what is absent or bound takes none."""
-    sizes = []
-    for name in PART_FIELDS:
-        array = getattr(part, name)
-        held = array is not None and not is_bound(part, name)
-        sizes.append(array.nbytes if held else 0)
-    return sizes
-
-
 def is_bound(part: BlockSparse, name: str) -> bool:
     """Whether the field is a device array that runs read in place."""
     return (name == "indices" and part.features.bound_indices) or (
@@ -227,13 +221,34 @@ class CellLayout:
         return self.acc + self.ml
 
 
-def index_sizes(index: Index, parts: Sequence[BlockSparse]) -> list[int]:
-    """Bytes of every slot of the index area: qo_lens, kv_lens, then PART_FIELDS of each part."""
+def index_arrays(index: Index, parts: Sequence[BlockSparse]) -> list[np.ndarray | None]:
+    """The arrays of the index area: qo_lens, kv_lens, then PART_FIELDS of each part; None where absent or bound.
+
+    Raises
+    ------
+    ArgumentError, DtypeError
+        A builder's array has another dtype, or is not contiguous.
+    """
     requests = index.requests
-    sizes = [requests.qo_lens.nbytes, requests.kv_lens.nbytes]
+    found: list[np.ndarray | None] = [requests.qo_lens, requests.kv_lens]
     for part in parts:
-        sizes += part_sizes(part)
-    return sizes
+        arrays = list(_fields_of(part))
+        if part.features.bound_indices:
+            arrays[_INDICES] = None
+        if part.features.bound_mask:
+            arrays[_MASK] = None
+        for array, name in zip(arrays, PART_FIELDS, strict=True):
+            if array is not None and (array.dtype != PART_FIELDS[name] or not array.flags.c_contiguous):
+                if array.dtype != PART_FIELDS[name]:
+                    raise DtypeError(f"index.{name}", f"must be {PART_FIELDS[name]}", array.dtype)
+                raise ArgumentError(f"index.{name}", "must be contiguous", array.strides)
+        found += arrays
+    return found
+
+
+def byte_sizes(arrays: Sequence[np.ndarray | None]) -> list[int]:
+    """Bytes of each array, 0 for None."""
+    return [0 if array is None else array.nbytes for array in arrays]
 
 
 def plan_sizes(workers: int, merges: int, entries: int, items: int) -> list[int]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +12,23 @@ import numpy as np
 from attnrt import layout as lay
 from attnrt.backends.base import PartViews
 from attnrt.device import Device
+from attnrt.dtypes import Dtype, as_dtype, int32
 from attnrt.errors import ArgumentError
 from attnrt.layout import PART_FIELDS
 from attnrt.memory import DeviceOps
-from attnrt.tensor import TensorView, make_view
+from attnrt.tensor import TensorView, native
 
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse, Requests
     from attnrt.scheduler.base import Plan
 
-__all__ = ["Area", "Resident", "Staging", "bound_views", "make_resident", "write_index", "write_plan"]
+__all__ = ["Area", "Resident", "Staging", "bound_views", "flat", "make_resident", "rows", "write_all"]
 
 #: Staging buffers: the host may run this many loads ahead of the device before it waits.
 RING = 3
 #: A buffer or area that must grow becomes this much larger than what is needed or what it was.
 GROWTH = 1.5
-_INT32 = np.dtype(np.int32)
+_LINE = (1,)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,57 +99,53 @@ def bound_views(plan: Plan, device: Device) -> dict[tuple[int, str], TensorView]
 
 def make_resident(
     plan: Plan,
-    address: int,
-    at: list[int],
+    arrays: list[Any],
+    spots: tuple[int, list[int]],
     bound: dict[tuple[int, str], TensorView],
     device: Device,
     owner: Any,
 ) -> Resident:
-    """Views of an index whose slots lie at ``address + at[i]``."""
-    spots = iter(at)
-    requests = plan.index.requests
-    lens = [
-        make_view(address + next(spots), array.shape, "int32", device, owner=owner)
-        for array in (requests.qo_lens, requests.kv_lens)
+    """Views of an index whose arrays (``layout.index_arrays``) lie at ``address + at[i]``; ``spots`` is (address, at)."""
+    address, at = spots
+    make = native.make
+    views = [
+        None
+        if array is None
+        else make(address + spot, array.shape, _LINE, kind, device, owner, "attnrt", False, False)
+        for array, spot, kind in zip(arrays, at, index_kinds(len(plan.parts)), strict=True)
     ]
-    parts = []
+    width, parts = len(PART_FIELDS), []
     for number, part in enumerate(plan.parts):
-        views: dict[str, TensorView | None] = {}
-        for name, dtype in PART_FIELDS.items():
-            spot = next(spots)
-            array = getattr(part, name)
-            if (number, name) in bound:
-                views[name] = bound[number, name]
-            elif array is None:
-                views[name] = None
-            else:
-                views[name] = make_view(address + spot, array.shape, dtype, device, owner=owner)
-        parts.append(PartViews(block_size=part.block_size[1], heads=part.heads, **views))
-    return Resident(plan.parts, requests, tuple(parts), *lens, bound.get((-1, "bound_kv_lens")))
+        fields = dict(zip(PART_FIELDS, views[2 + number * width : 2 + (number + 1) * width], strict=True))
+        if bound:
+            fields |= {name: view for (owner_part, name), view in bound.items() if owner_part == number}
+        parts.append(PartViews(block_size=part.block_size[1], heads=part.heads, **fields))
+    return Resident(
+        plan.parts, plan.index.requests, tuple(parts), views[0], views[1], bound.get((-1, "bound_kv_lens"))
+    )
 
 
-def _put(target: np.ndarray, at: int, array: np.ndarray) -> None:
-    if array.nbytes:
-        target[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+@functools.cache
+def index_kinds(parts: int) -> tuple[Dtype, ...]:
+    """Dtypes of the arrays of an index area."""
+    return (int32, int32, *[as_dtype(dtype) for dtype in PART_FIELDS.values()] * parts)
 
 
-def write_plan(target: np.ndarray, at: list[int], plan: Plan) -> None:
-    merge = plan.merge
-    arrays = (plan.work.worker_indptr, merge.rows, merge.slots, merge.leaves, plan.work.items)
-    for spot, array in zip(at, arrays, strict=True):
-        assert array.dtype == _INT32 and array.flags.c_contiguous
-        _put(target, spot, array)
+def flat(address: int, count: int, device: Device, owner: Any) -> TensorView:
+    """int32 [count] at an address."""
+    return native.make(address, (count,), _LINE, int32, device, owner, "attnrt", False, False)
 
 
-def write_index(target: np.ndarray, at: list[int], plan: Plan) -> None:
-    spots = iter(at)
-    requests = plan.index.requests
-    _put(target, next(spots), requests.qo_lens)
-    _put(target, next(spots), requests.kv_lens)
-    for part in plan.parts:
-        for name, dtype in PART_FIELDS.items():
-            spot = next(spots)
-            array = getattr(part, name)
-            if array is not None and not lay.is_bound(part, name):
-                assert array.dtype == dtype and array.flags.c_contiguous, name
-                _put(target, spot, array)
+def rows(address: int, count: int, width: int, device: Device, owner: Any) -> TensorView:
+    """int32 [count, width] at an address."""
+    return native.make(address, (count, width), (width, 1), int32, device, owner, "attnrt", False, False)
+
+
+def write_all(target: np.ndarray, arrays: list[Any], at: list[int]) -> None:
+    """Copy arrays (1-D, or C-contiguous 2-D) to byte offsets of target; None and empty ones take no room."""
+    words = target[: len(target) // 8 * 8]
+    typed = {1: target, 4: words.view(np.int32), 8: words.view(np.int64)}
+    for array, spot in zip(arrays, at, strict=True):
+        if array is not None and array.size:
+            first = spot // array.itemsize
+            typed[array.itemsize][first : first + array.size] = array if array.ndim == 1 else array.ravel()

@@ -108,7 +108,7 @@ class AttentionSpec:
         return self.variant
 
 
-def _check_pairs(variant: CompiledVariant, head_dim: int, head_dim_vo: int) -> None:
+def _check_pairs(variant: Composed, head_dim: int, head_dim_vo: int) -> None:
     """A hook that maps more numbers than a head has would read its neighbour's."""
     for hook, pairs, dim in (
         ("query", variant.query, head_dim),

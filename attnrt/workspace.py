@@ -18,17 +18,8 @@ from attnrt.backends.base import Loaded
 from attnrt.device import Device
 from attnrt.errors import ArgumentError, CaptureError, LimitError
 from attnrt.formats.base import Features
-from attnrt.layout import PLAN_FIELDS, CellLayout, Limits
-from attnrt.loading import (
-    GROWTH,
-    Area,
-    Resident,
-    Staging,
-    bound_views,
-    make_resident,
-    write_index,
-    write_plan,
-)
+from attnrt.layout import CellLayout, Limits
+from attnrt.loading import GROWTH, Area, Resident, Staging, bound_views, flat, make_resident, rows, write_all
 from attnrt.memory import ALIGN, ops_of
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS
 from attnrt.tensor import TensorView, make_view
@@ -57,6 +48,7 @@ class Tenant:
     loaded: Loaded | None = None
     event: Any = None
     run_stream: int | None = None
+    fixed: Any = None  # views that loads do not move; made anew when memory grows
     ordered: set[int] = field(default_factory=set)  # streams whose work comes after the load
 
     @property
@@ -156,32 +148,32 @@ class Workspace:
         if self.limits is not None:
             self.limits.check(plan, tenant.traits)
         plan_at, plan_bytes = lay.offsets(lay.sizes_of(plan))
-        sizes = lay.index_sizes(plan.index, plan.parts)
-        index_at, index_bytes = lay.offsets(sizes)
-        bound = bound_views(plan, self.device)
-        shared = self._resident(plan)
-        if shared == tenant.number and plan_bytes > tenant.layout.plan:
-            shared = -1  # the cell is about to move, and the index with it
-        place = self._place(tenant) if shared < 0 else shared
-        self._reserve(tenant, place, plan_bytes, index_bytes if shared < 0 else 0, plan.num_slots, stream)
-        self._order_load(tenant, stream)
-        if shared < 0:
+        place = self._resident(plan)
+        if place == tenant.number and plan_bytes > tenant.layout.plan:
+            place = -1  # the cell is about to move, and the index with it
+        resident = None if place < 0 else self._residents[place]
+        index: tuple[list[Any], list[int], int] = ([], [], 0)
+        if resident is None:
+            place = self._place(tenant)
+            arrays = lay.index_arrays(plan.index, plan.parts)
+            index = (arrays, *lay.offsets(lay.byte_sizes(arrays)))
+            bound = bound_views(plan, self.device)
+        self._reserve(tenant, place, plan_bytes, index[2], plan.num_slots, stream)
+        if not self.ops.direct:
+            self._order_load(tenant, stream)
+        if resident is None:
             home = self.tenants[place]
-            address = home.cell.address + home.layout.base
-            resident = make_resident(plan, address, index_at, bound, self.device, home.cell.owner)
+            spots = (home.cell.address + home.layout.base, index[1])
+            resident = make_resident(plan, index[0], spots, bound, self.device, home.cell.owner)
             self._residents[place] = None
-        else:
-            resident = self._residents[place]
         loaded = self._loaded(tenant, plan, plan_at, plan_bytes, resident)
-        index = (index_at, sizes) if shared < 0 else None
         self._send(tenant, place, loaded, kernel, (plan_at, plan_bytes), index, stream)
         self._residents[place], tenant.holds = resident, place
         tenant.loaded, tenant.ordered = loaded, {stream}
-        for number in range(
-            len(self.tenants)
-        ):  # let go of what nobody holds, so that its arrays can be freed
-            if all(t.holds != number for t in self.tenants):
-                self._residents[number] = None
+        if len(self.tenants) > 1:  # let go of what nobody holds, so that its arrays can be freed
+            for number in range(len(self.tenants)):
+                if all(t.holds != number for t in self.tenants):
+                    self._residents[number] = None
         return loaded
 
     def order_run(self, tenant: Tenant, stream: int) -> None:
@@ -220,13 +212,13 @@ class Workspace:
         loaded: Loaded,
         kernel: Any,
         plan_span: tuple[list[int], int],
-        index: tuple[list[int], list[int]] | None,
+        index: tuple[list[Any], list[int], int],
         stream: int,
     ) -> None:
         """Write plan, header and index to staging (or to their place) and copy them: one span where they touch."""
         plan_at, plan_bytes = plan_span
         head = plan_bytes + tenant.layout.header
-        index_bytes = 0 if index is None else lay.offsets(index[1])[1]
+        arrays, index_at, index_bytes = index
         start = tenant.cell.address + tenant.layout.plan - plan_bytes
         home = self.tenants[place]
         target = home.cell.address + home.layout.base
@@ -236,11 +228,15 @@ class Workspace:
         else:
             staged = self._staging.take(head + index_bytes)
             first, second = staged[:head], staged[head : head + index_bytes]
-        write_plan(first, plan_at, loaded.plan)
+        plan = loaded.plan
+        merge = plan.merge
+        write_all(
+            first, [plan.work.worker_indptr, merge.rows, merge.slots, merge.leaves, plan.work.items], plan_at
+        )
         if tenant.header:
             kernel.pack_header(loaded, first[plan_bytes : plan_bytes + tenant.header])
-        if index is not None:
-            write_index(second, index[0], loaded.plan)
+        if index_bytes:
+            write_all(second, arrays, index_at)
         if not self.ops.direct:
             if place == tenant.number:
                 self.ops.copy(start, staged, head + index_bytes, stream)
@@ -255,35 +251,40 @@ class Workspace:
         self, tenant: Tenant, plan: Plan, plan_at: list[int], plan_bytes: int, resident: Resident
     ) -> Loaded:
         start = tenant.cell.address + tenant.layout.plan - plan_bytes
-        counts = (
-            (len(plan.work.worker_indptr),),
-            (len(plan.merge.rows), len(MERGE_FIELDS)),
-            (len(plan.merge.slots),),
-            (len(plan.merge.leaves),),
-            (len(plan.work.items), len(WORK_FIELDS)),
-        )
-        views = {
-            name: make_view(start + at, shape, "int32", self.device, owner=tenant.cell.owner)
-            for name, at, shape in zip(PLAN_FIELDS, plan_at, counts, strict=True)
-        }
-        spec, size = tenant.spec, tenant.layout
-        header = None
-        if tenant.header:
-            address = tenant.cell.address + size.plan
-            header = make_view(address, (tenant.header,), "uint8", self.device, owner=tenant.cell.owner)
-        acc = (size.slots, spec.num_qo_heads, spec.head_dim_vo)
-        ml = (size.slots, spec.num_qo_heads, 2)
-        base, dtype = self._scratch.address, tenant.partial_dtype
+        owner, device = tenant.cell.owner, self.device
+        entries = len(plan.merge.slots)
+        if tenant.fixed is None:
+            tenant.fixed = self._fixed(tenant)
         return Loaded(
             plan=plan,
             parts=resident.views,
             qo_lens=resident.qo_lens,
             kv_lens=resident.kv_lens,
             bound_kv_lens=resident.bound_kv_lens,
-            partial_acc=make_view(base, acc, dtype, self.device, owner=self._scratch.owner),
-            partial_ml=make_view(base + size.acc, ml, dtype, self.device, owner=self._scratch.owner),
-            header=header,
-            **views,
+            worker_indptr=flat(start + plan_at[0], len(plan.work.worker_indptr), device, owner),
+            merge_rows=rows(start + plan_at[1], len(plan.merge.rows), len(MERGE_FIELDS), device, owner),
+            merge_slots=flat(start + plan_at[2], entries, device, owner),
+            merge_leaves=flat(start + plan_at[3], entries, device, owner),
+            work=rows(start + plan_at[4], len(plan.work.items), len(WORK_FIELDS), device, owner),
+            partial_acc=tenant.fixed[0],
+            partial_ml=tenant.fixed[1],
+            header=tenant.fixed[2],
+        )
+
+    def _fixed(self, tenant: Tenant) -> tuple[TensorView, TensorView, TensorView | None]:
+        """Partial states and header: what a load does not move."""
+        spec, size, scratch = tenant.spec, tenant.layout, self._scratch
+        dtype = tenant.partial_dtype
+        acc = (size.slots, spec.num_qo_heads, spec.head_dim_vo)
+        ml = (size.slots, spec.num_qo_heads, 2)
+        header = None
+        if tenant.header:
+            address = tenant.cell.address + size.plan
+            header = make_view(address, (tenant.header,), "uint8", self.device, owner=tenant.cell.owner)
+        return (
+            make_view(scratch.address, acc, dtype, self.device, owner=scratch.owner),
+            make_view(scratch.address + size.acc, ml, dtype, self.device, owner=scratch.owner),
+            header,
         )
 
     # ------------------------------------------------------------------------------------------- memory
@@ -336,6 +337,7 @@ class Workspace:
             address, owner = self.ops.allocate(max(new.scratch, ALIGN))
             self._scratch = Area(address, max(new.scratch, ALIGN), owner)
         tenant.layout = new
+        tenant.fixed = None
 
     def _forget(self, tenant: Tenant) -> None:
         """The index in the tenant's old cell keeps its old memory alive through its views, but is not found again."""
