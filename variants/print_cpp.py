@@ -83,7 +83,7 @@ PRINT: dict[str, Rule] = {
     "sqrt": _call("f_sqrt"),
     "sub": _by_type(_sign("-"), _call("isub")),
     "tanh": _call("f_tanh"),
-    "where": lambda dtype, a: f"{a[0]} ? {a[1]} : {a[2]}",
+    "where": lambda dtype, a: f"select({a[0]}, {a[1]}, {a[2]})",
     "xor": _sign("^"),
 }
 

@@ -97,6 +97,19 @@ ATTNRT_HD unsigned float_to_bits(float f) {
 #endif
 }
 
+// c ? a : b for values that cost something. On the host as bits: given a branch, g++ moves the computation of a float
+// into it (it might trap), and the loop is lost for vectorisation.
+template <class T>
+ATTNRT_HD T select(bool c, T a, T b) {
+  return c ? a : b;
+}
+#if !defined(__CUDACC__) && !defined(__CUDACC_RTC__)
+ATTNRT_HD float select(bool c, float a, float b) {
+  const unsigned take = 0u - static_cast<unsigned>(c);
+  return bits_to_float((float_to_bits(a) & take) | (float_to_bits(b) & ~take));
+}
+#endif
+
 // ---- parameters ----------------------------------------------------------------------------------------------------
 
 template <class T>
@@ -265,8 +278,8 @@ ATTNRT_HD float exp_near_zero(float r) {
   return p * r + 1.0f;
 }
 ATTNRT_HD float f_exp(float x) {
-  x = x < -104.0f ? -104.0f : x;
-  x = x > 89.0f ? 89.0f : x;
+  x = select(x < -104.0f, -104.0f, x);
+  x = select(x > 89.0f, 89.0f, x);
   const float shifted = x * 1.44269504f + ROUND;
   const int n = static_cast<int>(float_to_bits(shifted) - float_to_bits(ROUND));
   const float whole = shifted - ROUND;
@@ -274,8 +287,8 @@ ATTNRT_HD float f_exp(float x) {
   return scale_by_power(exp_near_zero(r), n);
 }
 ATTNRT_HD float f_exp2(float x) {
-  x = x < -151.0f ? -151.0f : x;
-  x = x > 129.0f ? 129.0f : x;
+  x = select(x < -151.0f, -151.0f, x);
+  x = select(x > 129.0f, 129.0f, x);
   const float shifted = x + ROUND;
   const int n = static_cast<int>(float_to_bits(shifted) - float_to_bits(ROUND));
   return scale_by_power(exp_near_zero((x - (shifted - ROUND)) * 0.693147181f), n);
@@ -283,7 +296,7 @@ ATTNRT_HD float f_exp2(float x) {
 // x = m * 2^e with m in [sqrt(1/2), sqrt(2)); ln m = 2 atanh(s), s = (m - 1) / (m + 1), |s| < 0.172.
 ATTNRT_HD float log_mantissa(float x, float& exponent) {
   const bool tiny = x < 1.17549435e-38f;
-  const unsigned bits = float_to_bits(tiny ? x * 8388608.0f : x);
+  const unsigned bits = float_to_bits(x * (tiny ? 8388608.0f : 1.0f));
   const int e = static_cast<int>(bits - 0x3f3504f3u) >> 23;
   const float f = bits_to_float(bits - (static_cast<unsigned>(e) << 23)) - 1.0f;
   exponent = static_cast<float>(e) - (tiny ? 23.0f : 0.0f);
@@ -296,9 +309,7 @@ ATTNRT_HD float log_mantissa(float x, float& exponent) {
 }
 ATTNRT_HD float log_edges(float x, float value) {
   const float inf = bits_to_float(0x7f800000u), nan = bits_to_float(0x7fc00000u);
-  value = x == inf ? inf : value;
-  value = x == 0.0f ? -inf : value;
-  return x >= 0.0f ? value : nan;
+  return select(x >= 0.0f, select(x == 0.0f, -inf, select(x == inf, inf, value)), nan);
 }
 ATTNRT_HD float f_log(float x) {
   float e;
@@ -327,8 +338,8 @@ ATTNRT_HD float sinpi_quarters(float x, int turn) {
   c = c * z + 1.0f / 24;
   c = c * z - 0.5f;
   c = c * z + 1.0f;
-  const float v = q & 1 ? c : s;
-  return q & 2 ? -v : v;
+  const float v = select((q & 1) != 0, c, s);
+  return select((q & 2) != 0, -v, v);
 }
 ATTNRT_HD float f_sinpi(float x) { return sinpi_quarters(x, 0); }
 ATTNRT_HD float f_cospi(float x) { return sinpi_quarters(x, 1); }
@@ -347,8 +358,7 @@ ATTNRT_HD float f_tanh(float x) {
   p = p * z - 1.0f / 3;
   const float near_zero = p * z * x + x;
   const float far = 1.0f - divide_absolute(2.0f, exp_absolute(2.0f * a) + 1.0f);
-  const float side = x < 0.0f ? -far : far;
-  return a < 0.35f ? near_zero : side;
+  return select(a < 0.35f, near_zero, select(x < 0.0f, -far, far));
 }
 ATTNRT_HD float f_logistic(float x) { return divide_absolute(1.0f, 1.0f + exp_absolute(-x)); }
 
