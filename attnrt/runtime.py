@@ -355,8 +355,7 @@ def with_mask(spec: AttentionSpec) -> AttentionSpec:
     composed = spec.variant
     if composed.reads_index_mask:
         return spec
-    key = composed.key + "|reads_index_mask=True"
-    return replace(spec, variant=replace(composed, reads_index_mask=True, key=key))
+    return replace(spec, variant=composed.with_index_mask())
 
 
 def features_of_plan(plan: Plan) -> Features:

@@ -21,7 +21,7 @@ import numpy as np
 from attnrt.errors import ArgumentError, DtypeError
 from attnrt.variants.variant import Param
 
-__all__ = ["PARAM_REF", "BoundParams", "Place", "bind_params", "check_default", "host_value"]
+__all__ = ["PARAM_REF", "BoundParams", "Place", "bind_params", "check_default", "host_value", "read_value"]
 
 #: Layout of ParamRef, 64 bytes. ptr: address or 0; imm: the number's bits if ptr is 0; strides: elements,
 #: 64-bit.
@@ -187,7 +187,7 @@ def bind_params(
     return BoundParams(table=table, host=host, keep=tuple(keep))
 
 
-def _read(value: Any) -> Any:
+def read_value(value: Any) -> Any:
     """Arrays of other frameworks: host memory as NumPy over the same memory, device memory as a view."""
     if isinstance(value, (numbers.Real, np.ndarray, np.generic, list, tuple, str)):
         return value
@@ -214,7 +214,7 @@ def _device_record(param: Param, value: Any, heads: int, place: Place | None) ->
 
 
 def _pack(param: Param, value: Any, heads: int, place: Place | None) -> tuple[tuple, np.ndarray | None, Any]:
-    value = _read(value)
+    value = read_value(value)
     if hasattr(value, "ptr"):
         return _device_record(param, value, heads, place), None, value
     array = host_value(param, value)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from attnrt.errors import ArgumentError
-from attnrt.variants.bind import BoundParams, Place, bind_params
+from attnrt.variants.bind import BoundParams, Place, bind_params, host_value, read_value
 from attnrt.variants.expr import Node, make, substitute, topological
 from attnrt.variants.intervals import join_masks
 from attnrt.variants.variant import Bound, CppText, PairMap, Param, Variant, expression_text, input_node
@@ -61,8 +61,8 @@ class Composed:
         C++ text hooks; a variant with any has no NumPy form.
     key : str
         Everything that may change machine code: expressions, flags, names, ranks and dtypes of parameters.
-    identity : str
-        ``key`` and the defaults.
+    defaults : str
+        Text of what equality looks at besides ``key``: the parameters' defaults and rules, and the bounds.
     """
 
     names: tuple[str, ...]
@@ -81,13 +81,15 @@ class Composed:
     reads_index_mask: bool
     texts: tuple[CppText, ...]
     key: str
-    identity: str
+    defaults: str
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Composed) and self.identity == other.identity
+        if not isinstance(other, Composed):
+            return False
+        return self is other or (self.key == other.key and self.defaults == other.defaults)
 
     def __hash__(self) -> int:
-        return hash(self.identity)
+        return hash((self.key, self.defaults))
 
     def __repr__(self) -> str:
         return f"Composed({', '.join(self.names)}; {self.digest})"
@@ -152,13 +154,18 @@ class Composed:
     def _distance(self, bound: Bound, values: Mapping[str, Any]) -> int | None:
         if not isinstance(bound, str):
             return bound
+        param = self.param(bound)
         value = values.get(bound)
-        if value is None:
-            value = self.param(bound).default
-        if value is None or callable(value) or hasattr(value, "ptr"):
+        value = read_value(param.default if value is None else value)
+        if value is None or hasattr(value, "ptr"):
             return None  # not known on the host: nothing may be skipped
-        array = np.asarray(value)
+        array = host_value(param, value)
         return None if (array < 0).any() else int(array.max())
+
+    def with_index_mask(self) -> Composed:
+        """The same with ``custom_mask()`` at its end: for an index that owns mask bits."""
+        key = self.key.replace("|reads_index_mask=False", "|reads_index_mask=True")
+        return dataclasses.replace(self, reads_index_mask=True, key=key)
 
     def widened_by(
         self, values: Mapping[str, Any], planned: Mapping[str, Any] | None = None
@@ -239,9 +246,9 @@ def _compose(variants: tuple[Variant, ...]) -> Composed:
     }
     bounds = tuple(dict.fromkeys(v.bounds for v in variants if v.bounds != (None, None)))
     key = _key(fields, params)
-    identity = "|".join([key, repr(bounds), *(f"{p.default_text}:{p.rule}:{p.shape}" for p in params)])
+    defaults = "|".join([repr(bounds), *(f"{p.default_text}:{p.rule}:{p.shape}" for p in params)])
     names = tuple(v.name for v in variants)
-    return Composed(names=names, params=params, bounds=bounds, key=key, identity=identity, **fields)
+    return Composed(names=names, params=params, bounds=bounds, key=key, defaults=defaults, **fields)
 
 
 def _key(fields: dict[str, Any], params: tuple[Param, ...]) -> str:

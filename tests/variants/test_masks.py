@@ -122,6 +122,8 @@ def test_a_run_may_narrow_but_not_widen_what_was_planned():
     assert compiled.widened_by({"window_left": 9}, planned={"window_left": 16}) == ()
     assert compiled.widened_by({"window_right": 5}) == ()  # causal still ends the range
     assert compiled.range_params == ("window_left", "window_right")
+    with pytest.raises(ArgumentError, match="window_left"):
+        compiled.widened_by({"window_left": -5})
 
 
 def test_window_value_is_not_in_the_key():
@@ -136,3 +138,5 @@ def test_custom_mask_is_anded_by_the_kernel():
     assert compiled.reads_index_mask and compiled.mask_is_interval
     assert "reads_index_mask = true" in compiled.cpp_source()
     assert compiled != av.compose(av.causal())
+    with_bits = av.compose(av.causal()).with_index_mask()
+    assert with_bits.key == compiled.key and with_bits == compiled and with_bits.reads_index_mask
