@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnrt.backends import status
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.render import THREADS, flatten
 from attnrt.backends.cuda.tables import ENUMERATORS
+from attnrt.backends.status import AUTO, get
 from attnrt.errors import DtypeError, UnsupportedError
 from attnrt.memory import ops_of
 
@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__({THREADS})
 @lru_cache(maxsize=64)
 def _module(dtype: str, device: int) -> Module:
     reasons: dict[str, tuple[str, ...]] = {}
-    for name in status.AUTO["cuda"]:
-        backend = status.get(name)
+    for name in AUTO["cuda"]:
+        backend = get(name)
         reasons[name] = backend.why_not_compiler()
         if not reasons[name]:
             return backend.load(render_merge_parts(dtype), (MERGE_PARTS,), device, "the merge of parts")
@@ -76,7 +76,7 @@ def _segments(v: tuple[TensorView, ...], lse: tuple[TensorView, ...] | None) -> 
         heads = [(0, len(v), step // v[0].dtype.itemsize, lse_step // 4)]
     else:
         heads = [(i, 1, 0, 0) for i in range(len(v))]
-    return [
+    return [  # the fields of _SEGMENT
         (
             *(v[i].ptr, lse[i].ptr if lse else 0, (v_step, *v[i].strides)),
             *((l_step, *lse[i].strides) if lse else (0, 0, 0), count),

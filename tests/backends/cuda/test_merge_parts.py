@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 import attnrt as at
+from attnrt.backends.cuda import merge_parts
 from attnrt.backends.cuda.merge_parts import MERGE_PARTS, render_merge_parts
 from attnrt.errors import DtypeError
+from attnrt.tensor import TensorView
 
 
 @pytest.mark.compile
@@ -27,6 +29,29 @@ def draw(rng, parts, rows=37, heads=5, dim=136):
     lse[dead] = -np.inf
     v[dead] = np.nan
     return v, lse
+
+
+def views(x):
+    return tuple(TensorView(part) for part in x)
+
+
+def test_parts_at_one_distance_are_one_segment():
+    v, lse = draw(np.random.default_rng(), 5)
+    ((ptr, lse_ptr, strides, lse_strides, parts),) = merge_parts._segments(views(v), views(lse))
+    assert (ptr, lse_ptr, parts) == (v.ctypes.data, lse.ctypes.data, 5)
+    assert strides == tuple(s // 4 for s in v.strides) and lse_strides == tuple(s // 4 for s in lse.strides)
+    ((ptr, lse_ptr, strides, lse_strides, parts),) = merge_parts._segments(views(v[::-1]), None)
+    assert (ptr, lse_ptr, lse_strides, parts) == (v[4].ctypes.data, 0, (0, 0, 0), 5) and strides[
+        0
+    ] == -37 * 5 * 136
+
+
+def test_two_arrays_of_other_strides_are_two_segments():
+    v, lse = draw(np.random.default_rng(), 2)
+    wide = np.zeros((37, 5, 200), np.float32)[..., :136]
+    a, b = merge_parts._segments(views([v[0], wide]), views(lse))
+    assert (a[0], b[0], a[4], b[4]) == (v.ctypes.data, wide.ctypes.data, 1, 1)
+    assert a[2] == (0, 5 * 136, 136, 1) and b[2] == (0, 5 * 200, 200, 1) and b[1] == lse[1].ctypes.data
 
 
 gpu = pytest.mark.gpu
