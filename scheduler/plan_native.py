@@ -37,7 +37,12 @@ MODES = {"lpt": 0, "round_robin": 1, "one_cta_per_request": 2}
 _NW, _NM = len(WORK_FIELDS), len(MERGE_FIELDS)
 _MOST_CLASSES = _MOST_SPANS = 8
 _INT32_MAX = (1 << 31) - 1
-_INT32, _empty = np.dtype(np.int32), np.empty
+_INT32, _empty, _ndarray = np.dtype(np.int32), np.empty, np.ndarray
+_NO_MERGES = MergeList(
+    rows=np.zeros((0, _NM), np.int32), slots=np.zeros(0, np.int32), leaves=np.zeros(0, np.int32)
+)
+for _array in (_NO_MERGES.rows, _NO_MERGES.slots, _NO_MERGES.leaves):
+    _array.setflags(write=False)
 _local = threading.local()
 _traits: dict[int, tuple[Traits, Any]] = {}
 
@@ -81,18 +86,33 @@ def _traits_struct(traits: Traits) -> Any:
 
 
 class _Structs:
-    """This thread's call record."""
+    """This thread's call record. What seldom changes between two plans is written only when it does (``key``)."""
 
     def __init__(self) -> None:
         self.problem = ffi.new("attnrt_problem *")
         self.counts = ffi.new("attnrt_counts *")
         self.parts = ffi.new("attnrt_part[]", 8)
+        self.first = self.parts[0]
         self.problem.part = self.parts
+        self.key: Any = None
+        self.keep: Any = None
 
     def reserve(self, parts: int) -> None:
         if parts > len(self.parts):
             self.parts = ffi.new("attnrt_part[]", 2 * parts)
+            self.first = self.parts[0]
             self.problem.part = self.parts
+
+    def set_key(self, key: Any, traits: Traits) -> None:
+        """Write the fields in ``key``: (id of traits, scheduler, tree, KV heads, group, most slots, reach)."""
+        p = self.problem
+        self.keep = traits  # keeps the id in the key from being used again
+        p.traits = _traits_struct(traits)
+        _, name, tree, p.num_kv_heads, p.group, slots, reach = key
+        p.mode, p.pairwise, p.max_slots = MODES[name], tree == "pairwise", min(slots, _INT32_MAX)
+        left, right = reach if reach is not None else (None, None)
+        p.left, p.right = FAR if left is None else min(left, FAR), FAR if right is None else min(right, FAR)
+        self.key = key
 
 
 def plan_native(
@@ -115,40 +135,35 @@ def plan_native(
         structs = _local.structs
     except AttributeError:
         structs = _local.structs = _Structs()
-    parts, requests = problem.parts, problem.parts[0].requests
-    p = structs.problem
-    p.traits = _traits_struct(problem.traits)
-    p.num_parts, p.num_requests = len(parts), len(requests.qo_lens)
-    p.num_kv_heads, p.group, p.num_rows = problem.num_kv_heads, problem.group, problem.num_rows
-    p.mode, p.pairwise = MODES[problem.scheduler.name], problem.tree == "pairwise"
+    parts, limits, composed, traits, scheduler, tree, kv_heads, group, num_rows, max_slots = problem
+    key = (id(traits), scheduler.name, tree, kv_heads, group, max_slots, reach)
+    if key != structs.key:
+        structs.set_key(key, traits)
+    p, requests = structs.problem, parts[0].requests
+    qo_lens, kv_lens = requests.qo_lens, requests.kv_lens
+    p.num_parts, p.num_requests, p.num_rows = len(parts), len(qo_lens), num_rows
     p.bound_kv_lens = requests.bound_kv_lens is not None
-    qo_lens, kv_lens = _buffer(_INTS, requests.qo_lens), _buffer(_INTS, requests.kv_lens)
-    p.qo_lens, p.kv_lens = qo_lens, kv_lens
-    left, right = reach if reach is not None else (None, None)
-    p.left, p.right = FAR if left is None else min(left, FAR), FAR if right is None else min(right, FAR)
-    p.max_slots = min(problem.max_slots, _INT32_MAX)
-    structs.reserve(len(parts))
-    alive = [
-        _fill(structs.parts[i], part, problem.limits[i], problem.composed if reach is None else None)
-        for i, part in enumerate(parts)
-    ]
+    p.qo_lens = alive_qo = _buffer(_INTS, qo_lens)
+    p.kv_lens = alive_kv = _buffer(_INTS, kv_lens)
+    ask = composed if reach is None else None
+    if len(parts) == 1:
+        alive = _fill(structs.first, parts[0], limits[0], ask)
+    else:
+        structs.reserve(len(parts))
+        alive = [_fill(structs.parts[i], part, limits[i], ask) for i, part in enumerate(parts)]
     counts = structs.counts
     if lib.attnrt_plan(p, counts):
-        raise LimitError(
-            "max_partial_slots",
-            counts.slots,
-            problem.max_slots,
-            "These states do not come from cuts: more parts need more slots.",
-        )
-    del alive
-    return _take(counts, problem.traits.num_workers)
+        hint = "These states do not come from cuts: more parts need more slots."
+        raise LimitError("max_partial_slots", counts.slots, max_slots, hint)
+    del alive, alive_qo, alive_kv
+    return _take(counts, traits.num_workers)
 
 
-def _fill(out: Any, part: Any, limits: Any, composed: Any) -> list[Any]:
+def _fill(out: Any, part: Any, limits: Any, composed: Any) -> Any:
     """Point a struct at a part's arrays; returns what must stay alive until the call is over."""
-    out.num_rows, out.heads = len(part.qo_indptr) - 1, part.heads
-    qo_index, kv_pos = part.qo_index, part.kv_pos
-    out.qo_indptr = a = _buffer(_INTS, part.qo_indptr)
+    indptr, qo_index, kv_pos = part.qo_indptr, part.qo_index, part.kv_pos
+    out.num_rows, out.heads = len(indptr) - 1, part.heads
+    out.qo_indptr = a = _buffer(_INTS, indptr)
     out.qo_index = b = _NULL if qo_index is None else _buffer(_INTS, qo_index)
     out.request = c = _buffer(_INTS, part.request)
     out.qo_pos = d = _buffer(_INTS, part.qo_pos)
@@ -156,21 +171,19 @@ def _fill(out: Any, part: Any, limits: Any, composed: Any) -> list[Any]:
     out.kv_begin = f = _buffer(_INTS, part.kv_begin)
     out.kv_end = g = _buffer(_INTS, part.kv_end)
     out.kv_offset = h = _buffer(_INTS, part.kv_offset)
-    alive = [a, b, c, d, e, f, g, h]
-    if limits is None:
-        out.limit_lo = out.limit_hi = _NULL
-    else:
-        alive += [_buffer(_LONGS, limits[0]), _buffer(_LONGS, limits[1])]
-        out.limit_lo, out.limit_hi = alive[-2:]
-    if composed is None:
-        out.visible_lo = out.visible_hi = _NULL
-    else:
+    more = ()
+    out.limit_lo = out.visible_lo = (
+        _NULL  # the planner looks at the lower ends alone to see whether there are any
+    )
+    if limits is not None:
+        out.limit_lo, out.limit_hi = more = _buffer(_LONGS, limits[0]), _buffer(_LONGS, limits[1])
+    if composed is not None:
         pos = part.qo_pos.astype(np.int64)
         low = pos - part.requests.kv_lens[part.request] if part.requests.bound_kv_lens is not None else pos
         lo, hi = visible_range(composed, low, pos)
-        alive += [lo, hi, _buffer(_LONGS, lo), _buffer(_LONGS, hi)]
-        out.visible_lo, out.visible_hi = alive[-2:]
-    return alive
+        out.visible_lo, out.visible_hi = ends = _buffer(_LONGS, lo), _buffer(_LONGS, hi)
+        more = (more, ends)
+    return a, b, c, d, e, f, g, h, more
 
 
 def _take(counts: Any, num_workers: int) -> tuple[WorkList, MergeList, int]:
@@ -181,7 +194,8 @@ def _take(counts: Any, num_workers: int) -> tuple[WorkList, MergeList, int]:
     d = c + entries
     buffer = _empty(d + entries, _INT32)
     lib.attnrt_take(_buffer(_INTS, buffer))
-    view = np.ndarray
-    work = WorkList(items=view((items, _NW), _INT32, buffer), worker_indptr=buffer[a:b])
-    merge = MergeList(rows=view((merges, _NM), _INT32, buffer, 4 * b), slots=buffer[c:d], leaves=buffer[d:])
-    return work, merge, counts.slots
+    work = WorkList(items=_ndarray((items, _NW), _INT32, buffer), worker_indptr=buffer[a:b])
+    if not merges:
+        return work, _NO_MERGES, counts.slots
+    rows = _ndarray((merges, _NM), _INT32, buffer, 4 * b)
+    return work, MergeList(rows=rows, slots=buffer[c:d], leaves=buffer[d:]), counts.slots

@@ -33,12 +33,22 @@ struct Run {
   int32_t kv_begin, kv_end, leaf_begin, leaf_end, slot, fold;
 };
 
-struct Tile {
+// Nearest integer, halves to even, at most the largest int32: adding 1.5 * 2^52 leaves no room for a fraction, and
+// unlike nearbyint it is no call.
+int32_t rounded(double cost) {
+  if (cost >= 2147483647.0) return 2147483647;
+  const double shifted = cost + 6755399441055744.0;
+  return int32_t(shifted - 6755399441055744.0);
+}
+
+// A tile is a run as well: all its keys, with the slot and fold of that.
+struct Tile : Run {
   int32_t part, row, q_begin, q_end, head_begin, head_end, klass;
-  int32_t kv_begin, kv_end, leaf_begin, leaf_end;
   bool first, whole;
+  double cost;  // of one KV head, all keys
 
   Tile() {}  // no zeroing: every field is set
+
   int64_t queries() const { return q_end - q_begin; }
   int64_t keys() const { return int64_t(kv_end) - kv_begin; }
   int32_t heads() const { return head_end - head_begin; }
@@ -54,10 +64,8 @@ struct State {
 
 // One way to cut and what came of it.
 struct Candidate {
-  const Run* runs = nullptr;
-  const int32_t* run_begin = nullptr;  // [tiles + 1]
-  std::vector<Run> own_runs;           // where some tile was cut; else runs are the tiles' own
-  std::vector<int32_t> own_run_begin;
+  std::vector<Run> runs;           // where some tile was cut; else the tiles are the runs
+  std::vector<int32_t> run_begin;  // [tiles + 1]
   Buffer<Item> items;
   Buffer<double> costs;
   Buffer<int32_t> order;
@@ -93,6 +101,18 @@ class Planner {
   template <class F>
   void each_cell(const Tile& tile, F&& f) const;
 
+  // Partial slots of a tile that is not cut.
+  static int64_t whole_slots(const Tile& tile) {
+    return tile.slot == kDirect ? 0 : (tile.fold ? 1 : tile.leaf_end - tile.leaf_begin) * tile.queries();
+  }
+  const Run& run_at(const Candidate& c, size_t tile, int32_t run) const {
+    return c.cuts ? c.runs[size_t(run)] : tiles[tile];
+  }
+  template <class F>
+  void each_run(const Candidate& c, size_t tile, F&& f) const {
+    if (c.cuts == 0) return f(static_cast<const Run&>(tiles[tile]), int32_t(tile));
+    for (int32_t r = c.run_begin[tile]; r < c.run_begin[tile + 1]; ++r) f(c.runs[size_t(r)], r);
+  }
   bool is_direct(const Tile& tile, size_t num_runs) const {
     return tile.whole && num_runs == 1 && !(pr->pairwise && tile.leaf_end - tile.leaf_begin > 1);
   }
@@ -105,10 +125,6 @@ class Planner {
   std::vector<int> steps;  // queries per tile of each class
   std::vector<Tile> tiles;
   std::vector<Run> runs;
-  Buffer<Run> whole_runs;
-  Buffer<int32_t> whole_begin;
-  Buffer<int64_t> whole_slots;
-  Buffer<double> whole_costs;
   Candidate pool[2];
   Candidate* best = nullptr;
   std::vector<int32_t> count, first;
@@ -300,7 +316,6 @@ int64_t Planner::place(std::vector<Run>& out, const Tile& t, int32_t slot) const
 }
 
 void Planner::cut(Candidate& c, int32_t heads, double limit, int64_t base_slots) {
-  c.runs = whole_runs.get(), c.run_begin = whole_begin.get();
   c.cuts = 0;
   c.slots = base_slots;
   if (!(limit < std::numeric_limits<double>::infinity())) return;
@@ -309,29 +324,28 @@ void Planner::cut(Candidate& c, int32_t heads, double limit, int64_t base_slots)
   const auto longest_of = [&](const Tile& t) { return t.heads() == 1 ? longest_one : longest_all; };
   const auto is_long = [&](const Tile& t) { return t.keys() > longest_of(t) + longest_of(t) / 8; };
   if (std::none_of(tiles.begin(), tiles.end(), is_long)) return;
-  c.own_runs.clear();
-  c.own_run_begin.clear();
+  c.runs.clear();
+  c.run_begin.clear();
   int64_t next = 0;
   for (size_t i = 0; i < tiles.size(); ++i) {
     const Tile& t = tiles[i];
-    c.own_run_begin.push_back(int32_t(c.own_runs.size()));
-    runs.assign(1, whole_runs.get()[i]);
+    c.run_begin.push_back(int32_t(c.runs.size()));
+    runs.assign(1, t);
     if (is_long(t)) {
       cut_tile(t, longest_of(t));
       int64_t more = t.leaf_end - t.leaf_begin;
       if (t.first && !pr->pairwise) more -= runs[0].leaf_end - runs[0].leaf_begin - 1;
       more *= t.queries();
-      if (runs.size() > 1 && c.slots + more - whole_slots.get()[i] <= pr->max_slots) {
-        c.slots += more - whole_slots.get()[i];
+      if (runs.size() > 1 && c.slots + more - whole_slots(t) <= pr->max_slots) {
+        c.slots += more - whole_slots(t);
         c.cuts += 1;
       } else {
-        runs.assign(1, whole_runs.get()[i]);
+        runs.assign(1, t);
       }
     }
-    next += place(c.own_runs, t, int32_t(next));
+    next += place(c.runs, t, int32_t(next));
   }
-  c.own_run_begin.push_back(int32_t(c.own_runs.size()));
-  c.runs = c.own_runs.data(), c.run_begin = c.own_run_begin.data();
+  c.run_begin.push_back(int32_t(c.runs.size()));
 }
 
 // 4. Cost and assign.
@@ -345,8 +359,10 @@ void Planner::make_items(Candidate& c, int32_t heads, double limit, int64_t base
   cut(c, heads, limit, base_slots);
   c.heads = heads;
   size_t n = 0;
-  for (size_t i = 0; i < tiles.size(); ++i)
-    n += size_t(c.run_begin[i + 1] - c.run_begin[i]) * size_t(tiles[i].heads() == 1 ? 1 : pr->num_kv_heads / heads);
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const size_t ranges = size_t(tiles[i].heads() == 1 ? 1 : pr->num_kv_heads / heads);
+    n += c.cuts ? size_t(c.run_begin[i + 1] - c.run_begin[i]) * ranges : ranges;
+  }
   Item* items = c.items.need(n);
   double* costs = c.costs.need(n);
   double total = 0.0, longest = 0.0;
@@ -360,11 +376,7 @@ void Planner::make_items(Candidate& c, int32_t heads, double limit, int64_t base
     const Tile& t = tiles[i];
     const int32_t step = std::min(heads, t.heads());
     for (int32_t head = t.head_begin; head < t.head_end; head += step) {
-      if (c.cuts == 0) {
-        add(i, int32_t(i), head, step * whole_costs.get()[i]);
-        continue;
-      }
-      for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) add(i, r, head, step * unit_cost(t, c.runs[r]));
+      each_run(c, i, [&](const Run& run, int32_t r) { add(i, r, head, step * (c.cuts ? unit_cost(t, run) : t.cost)); });
     }
   }
   c.count = n;
@@ -408,26 +420,16 @@ void Planner::assign_to(Candidate& c, bool by_request) {
 
 bool Planner::best_candidate(int64_t& needed) {
   int64_t base_slots = 0, total = 0;
-  const size_t n_tiles = tiles.size();
-  Run* run = whole_runs.need(n_tiles);
-  int32_t* begin = whole_begin.need(n_tiles + 1);
-  int64_t* slots = whole_slots.need(n_tiles);
-  double* costs = whole_costs.need(n_tiles);
-  for (size_t i = 0; i < n_tiles; ++i) {
-    const Tile& t = tiles[i];
-    run[i] = {t.kv_begin, t.kv_end, t.leaf_begin, t.leaf_end, kDirect, 1};
-    costs[i] = unit_cost(t, run[i]);
-    begin[i] = int32_t(i);
-    slots[i] = 0;
+  for (Tile& t : tiles) {
+    t.cost = unit_cost(t, t);
+    t.slot = kDirect, t.fold = 1;
     if (!is_direct(t, 1)) {
-      run[i].slot = int32_t(base_slots);
-      run[i].fold = t.first && !pr->pairwise;
-      slots[i] = (run[i].fold ? 1 : t.leaf_end - t.leaf_begin) * t.queries();
+      t.slot = int32_t(base_slots);
+      t.fold = t.first && !pr->pairwise;
+      base_slots += whole_slots(t);
     }
-    base_slots += slots[i];
     total += t.keys() * t.heads();
   }
-  begin[n_tiles] = int32_t(n_tiles);
   if (base_slots > pr->max_slots) {
     needed = base_slots;
     return false;
@@ -477,11 +479,11 @@ void Planner::merges() {
   for (size_t i = 0; i < tiles.size(); ++i) {
     const Tile& t = tiles[i];
     int64_t states_here = 0;
-    for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
-      const Run& run = c.runs[r];
+    bool direct = false;
+    each_run(c, i, [&](const Run& run, int32_t) {
+      direct = direct || run.slot == kDirect;
       if (run.slot != kDirect) states_here += run.fold ? 1 : run.leaf_end - run.leaf_begin;
-    }
-    const bool direct = c.runs[c.run_begin[i]].slot == kDirect;
+    });
     each_cell(t, [&](int64_t cell, int) {
       if (direct) done[size_t(cell)] = 1;
       state_end[size_t(cell) + 1] += states_here;
@@ -491,16 +493,15 @@ void Planner::merges() {
   states.resize(size_t(state_end[cells]));
   for (size_t i = 0; i < tiles.size(); ++i) {
     const Tile& t = tiles[i];
-    for (int32_t r = c.run_begin[i]; r < c.run_begin[i + 1]; ++r) {
-      const Run& run = c.runs[r];
-      if (run.slot == kDirect) continue;
+    each_run(c, i, [&](const Run& run, int32_t) {
+      if (run.slot == kDirect) return;
       const int32_t n = run.fold ? 1 : run.leaf_end - run.leaf_begin, queries = int32_t(t.queries());
       each_cell(t, [&](int64_t cell, int q) {
         State* to = states.data() + state_end[size_t(cell)];
         for (int32_t k = 0; k < n; ++k) to[k] = {run.leaf_begin + k, run.slot + k * queries + q};
         state_end[size_t(cell)] += n;
       });
-    }
+    });
   }
   // state_end[cell] has moved to the end of the cell's states, which is where the next cell's begin.
   for (int64_t row = 0; row < pr->num_rows; ++row)
@@ -539,13 +540,13 @@ void Planner::take(int32_t* out) const {
     const int32_t id = c.order.get()[i];
     const Item& item = c.items.get()[id];
     const Tile& t = tiles[size_t(item.tile)];
-    const Run& run = c.runs[item.run];
+    const Run& run = run_at(c, size_t(item.tile), item.run);
     const int32_t step = std::min(t.heads(), c.heads);
     out[0] = t.part, out[1] = t.row, out[2] = t.q_begin, out[3] = t.q_end;
     out[4] = item.head, out[5] = item.head + step;
     out[6] = run.kv_begin, out[7] = run.kv_end, out[8] = run.leaf_begin, out[9] = run.leaf_end;
     out[10] = run.slot, out[11] = t.klass, out[12] = run.fold;
-    out[13] = int32_t(std::min(std::nearbyint(c.costs.get()[id]), 2147483647.0));
+    out[13] = rounded(c.costs.get()[id]);
     out += kWorkFields;
   }
   const auto put = [&out](const std::vector<int32_t>& v) {
