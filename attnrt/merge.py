@@ -114,7 +114,6 @@ def merge_states(
     stacked = _read(v, "v")
     if stacked.ndim != 4 or stacked.shape[0] < 1:
         raise ArgumentError("v", "must be [parts, rows, heads, dim] with at least one part", stacked.shape)
-    parts = range(stacked.shape[0])
     weights = None
     if lse is not None:
         stacked_lse = _read(lse, "lse")
@@ -122,10 +121,8 @@ def merge_states(
             raise ArgumentError(
                 "lse", f"must be [parts, rows, heads] = {stacked.shape[:3]}", stacked_lse.shape
             )
-        weights = tuple(stacked_lse.take(0, i) for i in parts)
-    return _merge(
-        tuple(stacked.take(0, i) for i in parts), weights, ("v", "v"), ("lse", "lse"), (out, out_lse, stream)
-    )
+        weights = stacked_lse.unstack()
+    return _merge(stacked.unstack(), weights, ("v", "v"), ("lse", "lse"), (out, out_lse, stream))
 
 
 def _read(x: Any, label: str) -> TensorView:

@@ -127,13 +127,23 @@ class TensorView(native.View):
         """
         if self.device is not CPU and self.device.kind != "cpu":
             raise ArgumentError("array", "must be in CPU memory", self.device, "Copy it to the host first")
-        if type(self.owner) is np.ndarray and self.framework == "numpy":
-            return self.owner if self.owner.dtype is self.dtype.numpy else self.owner.view(self.dtype.numpy)
+        owner = self.owner
+        if type(owner) is np.ndarray and owner.shape == self.shape and self._is_whole(owner):
+            return owner if owner.dtype is self.dtype.numpy else owner.view(self.dtype.numpy)
         if 0 in self.shape:  # NumPy does not take a null address
             out = np.empty(self.shape, self.dtype.numpy)
             out.flags.writeable = not self.readonly
             return out
         return np.asarray(_Interface(self)).view(self.dtype.numpy)
+
+    def _is_whole(self, array: np.ndarray) -> bool:
+        """Whether the view is all of ``array``, which has its shape."""
+        size = self.dtype.itemsize
+        return (
+            array.itemsize == size
+            and array.strides == tuple(s * size for s in self.strides)
+            and array.__array_interface__["data"] == (self.ptr, self.readonly)
+        )
 
     def take(self, axis: int, index: int) -> TensorView:
         """The sub-view at ``index`` along ``axis``, which goes away; no data moves."""
@@ -141,15 +151,19 @@ class TensorView(native.View):
         axis = axis + self.ndim if axis < 0 else axis
         if not 0 <= axis < self.ndim or not 0 <= index < shape[axis]:
             raise ArgumentError("index", f"must be inside axis {axis} of shape {shape}", index)
-        return make_view(
+        return native.make(
             self.ptr + index * strides[axis] * self.dtype.itemsize if self.ptr else 0,
-            shape[:axis] + shape[axis + 1 :],
-            self.dtype,
-            self.device,
-            strides=strides[:axis] + strides[axis + 1 :],
-            owner=self.owner if self.framework != "numpy" else (self.owner,),
-            like=self,
+            *(shape[:axis] + shape[axis + 1 :], strides[:axis] + strides[axis + 1 :]),
+            *(self.dtype, self.device, (self.owner,)),  # wrapped: the owner is not this view's own array
+            *(self.framework, self.readonly, self.immutable),
         )
+
+    def unstack(self) -> tuple[TensorView, ...]:
+        """The sub-views along axis 0, of which there must be at least one."""
+        first = self.take(0, 0)
+        step = self.strides[0] * self.dtype.itemsize if self.ptr else 0
+        rest = (moved(first, first.ptr + i * step, first.owner) for i in range(1, self.shape[0]))
+        return (first, *rest)
 
     # The names of the protocols' methods and arguments are fixed by the array API standard.
 

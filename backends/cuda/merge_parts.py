@@ -7,10 +7,9 @@ The launch allocates nothing and waits for nothing, so it can be captured once i
 from __future__ import annotations
 
 import itertools
+import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.render import THREADS, flatten
@@ -28,25 +27,17 @@ __all__ = ["MERGE_PARTS", "merge", "render_merge_parts"]
 
 MERGE_PARTS = "attnrt_merge_parts"
 
-_SEGMENT = np.dtype(
-    [("v", "<u8"), ("lse", "<u8"), ("v_strides", "<i8", (4,)), ("lse_strides", "<i8", (3,)), ("parts", "<i8")]
-)
-_PARAMS = np.dtype(
-    [
-        ("segments", _SEGMENT, (2,)),
-        ("out", "<u8"),
-        ("out_lse", "<u8"),
-        ("out_strides", "<i8", (3,)),
-        ("out_lse_strides", "<i8", (2,)),
-        ("sizes", "<i4", (4,)),
-    ]
-)
+#: MergeSegment: v, lse; strides of v (part, row, head, dim) and lse (part, row, head); parts.
+_SEGMENT = "2Q8q"
+#: MergePartsParams: two segments; out, out_lse; strides of out and out_lse; segments, rows, heads, dim.
+_PARAMS = struct.Struct(f"<{_SEGMENT}{_SEGMENT}2Q5q4i")
+_NO_SEGMENT = (0,) * 10
 
 
 def render_merge_parts(dtype: str) -> str:
     """CUDA C++ of the kernel for v of a dtype."""
     return f"""{flatten("merge_parts.cuh")}
-static_assert(sizeof(attnrt::MergePartsParams) == {_PARAMS.itemsize});
+static_assert(sizeof(attnrt::MergePartsParams) == {_PARAMS.size});
 extern "C" __global__ void __launch_bounds__({THREADS})
     {MERGE_PARTS}(const __grid_constant__ attnrt::MergePartsParams params) {{
   attnrt::merge_parts<attnrt::Dtype::{ENUMERATORS[dtype]}>(params);
@@ -65,7 +56,7 @@ def _module(dtype: str, device: int) -> Module:
     raise UnsupportedError("merge_states", "needs a CUDA compiler", reasons=reasons)
 
 
-def _segments(v: tuple[TensorView, ...], lse: tuple[TensorView, ...] | None) -> list[tuple[object, ...]]:
+def _segments(v: tuple[TensorView, ...], lse: tuple[TensorView, ...] | None) -> list[tuple[int, ...]]:
     """One segment if the parts lie at one distance, as the slices of a stacked array do; else one for each."""
     distances = {b.ptr - a.ptr for a, b in itertools.pairwise(v)}
     lse_distances = {b.ptr - a.ptr for a, b in itertools.pairwise(lse)} if lse else set()
@@ -78,8 +69,9 @@ def _segments(v: tuple[TensorView, ...], lse: tuple[TensorView, ...] | None) -> 
         heads = [(i, 1, 0, 0) for i in range(len(v))]
     return [  # the fields of _SEGMENT
         (
-            *(v[i].ptr, lse[i].ptr if lse else 0, (v_step, *v[i].strides)),
-            *((l_step, *lse[i].strides) if lse else (0, 0, 0), count),
+            *(v[i].ptr, lse[i].ptr if lse else 0, v_step, *v[i].strides),
+            *((l_step, *lse[i].strides) if lse else (0, 0, 0)),
+            count,
         )
         for i, count, v_step, l_step in heads
     ]
@@ -93,20 +85,18 @@ def merge(call: MergeCall) -> None:
     ops = ops_of(out.device)
     stream = ops.stream(call.stream, call.v[0])
     module = _module(out.dtype.name, out.device.index)
-    rows, heads, dim = out.shape
+    rows, heads, _ = out.shape
     if rows * heads == 0:
         return
-    record = np.zeros(1, _PARAMS)[0]
-    segments = [np.array(segment, _SEGMENT) for segment in _segments(call.v, call.lse)]
+    segments = _segments(call.v, call.lse)
     assert len(segments) <= 2, "parts that lie anyhow come two at a time"
-    for i, segment in enumerate(segments):
-        record["segments"][i] = segment
-    record["out"], record["out_strides"] = out.ptr, out.strides
-    if call.out_lse is not None:
-        record["out_lse"], record["out_lse_strides"] = call.out_lse.ptr, call.out_lse.strides
-    record["sizes"] = (len(segments), rows, heads, dim)
+    last = segments[1] if len(segments) == 2 else _NO_SEGMENT
+    lse = (0, 0, 0) if call.out_lse is None else (call.out_lse.ptr, *call.out_lse.strides)
+    arguments = _PARAMS.pack(
+        *(*segments[0], *last, out.ptr, lse[0], *out.strides, *lse[1:], len(segments), *out.shape)
+    )
     most = driver.device_attribute(out.device.index, driver.MULTIPROCESSORS) * 16
     grid = min(-(-rows * heads * 32 // THREADS), most)
-    module.launch(MERGE_PARTS, grid, record.tobytes(), stream)
+    module.launch(MERGE_PARTS, grid, arguments, stream)
     if call.v[0].framework == "jax":  # its own streams are unknown to us: what it reads next must be there
         ops.synchronize(stream)

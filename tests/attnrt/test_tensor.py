@@ -517,10 +517,28 @@ class TestSignature:
             signature(*[np.zeros(1)] * 17)
 
 
+def test_take_and_unstack(rng):
+    x = rng.normal(size=(3, 4, 5)).astype(np.float32)[::-1, :, ::2]
+    v = TensorView(x)
+    for axis in (0, 1, 2, -1):
+        for i in range(x.shape[axis]):
+            assert np.array_equal(v.take(axis, i).numpy(), np.take(x, i, axis))
+    assert [np.array_equal(part.numpy(), y) for part, y in zip(v.unstack(), x, strict=True)] == [True] * 3
+    assert [part.shape for part in TensorView(np.zeros((2, 0, 3))).unstack()] == [(0, 3)] * 2
+    for axis, i in ((3, 0), (-4, 0), (0, 3), (0, -1)):
+        with pytest.raises(ArgumentError, match="inside axis"):
+            v.take(axis, i)
+
+
 def test_moved():
     x, y = np.zeros((2, 3)), np.ones((2, 3))
     v = moved(TensorView(x), y.ctypes.data, (y,))
     assert (v.numpy() == 1).all() and v.owner[0] is y and v.strides == (3, 1)
+    part = moved(
+        TensorView(x[:, :1]), x.ctypes.data + 8, x
+    )  # an owner of another shape, then of another address
+    assert part.numpy().shape == (2, 1) and part.numpy().ctypes.data == x.ctypes.data + 8
+    assert moved(TensorView(x), y.ctypes.data, x).numpy().ctypes.data == y.ctypes.data
     for bad in ((x, 1, None), (v, -1, None), (v, 1)):
         with pytest.raises((TypeError, OverflowError)):
             moved(*bad)
