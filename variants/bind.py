@@ -61,8 +61,8 @@ def _number(param: Param, value: Any) -> np.ndarray:
             return np.asarray(np.float32(value))
     if not math.isfinite(value) or value != int(value):
         raise ArgumentError(param.name, "must be a whole number", value)
-    info = np.iinfo(param.dtype)
-    if not info.min <= int(value) <= info.max:
+    half = 2 ** (31 if param.dtype == "int32" else 63)
+    if not -half <= int(value) < half:
         raise ArgumentError(param.name, f"must fit in {param.dtype}", value)
     return np.asarray(int(value), dtype=param.dtype)
 
@@ -169,10 +169,10 @@ def bind_params(
         if name not in known:
             hint = f"parameters of this variant: {', '.join(sorted(known)) or 'none'}"
             raise ArgumentError(f"argument {name}", "is not a parameter of the variant", hint=hint)
-    table = np.zeros(len(params), dtype=PARAM_REF)
+    records: list[tuple] = []
     host: dict[str, np.ndarray | None] = {}
     keep: list[Any] = []
-    for slot, param in enumerate(params):
+    for param in params:
         heads = num_qo_heads if param.heads == "qo" else num_kv_heads
         value = values.get(param.name)
         if value is None:
@@ -180,11 +180,11 @@ def bind_params(
         if value is None:
             raise ArgumentError(param.name, "must be given", hint=f"run(..., {param.name}=...)")
         record, array, owner = _pack(param, value, heads, place)
-        table[slot] = record
+        records.append(record)
         host[param.name] = array
         if owner is not None:
             keep.append(owner)
-    return BoundParams(table=table, host=host, keep=tuple(keep))
+    return BoundParams(table=np.array(records, dtype=PARAM_REF), host=host, keep=tuple(keep))
 
 
 def read_value(value: Any) -> Any:

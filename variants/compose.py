@@ -171,7 +171,7 @@ class Composed:
         self, values: Mapping[str, Any], planned: Mapping[str, Any] | None = None
     ) -> tuple[str, ...]:
         """Names of given values that let a query see keys that a plan made with ``planned`` skipped."""
-        if not any(name in values for name in self.range_params):
+        if not values or not any(name in values for name in self.range_params):
             return ()
         merged = {**(planned or {}), **values}
         wider = False
