@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to the first keys and the latest ones (attention sinks; Xiao et al., StreamingLLM, 2023).
 
-Each query is a block row of its own, because each has its own window: what a query sees, and at which positions, then does
-not depend on whether it came alone, in a chunk or in a prefill.
+Each query is a block row of its own, because each has its own window: what a query sees, at which offsets and positions, then
+does not depend on whether it came alone, in a chunk or in a prefill. The list is of single tokens: window and sinks begin and
+end anywhere in a page, and offsets must count live keys, or the page size would show in the sum's order. (Two parts of pages,
+sinks and window, would be cut at the sinks' end inside the first leaf and be listed anew by the planner for every row.)
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from attnrt import checks
-from attnrt.errors import UnsupportedError
-from attnrt.formats.access import need_host_indices, ranges
-from attnrt.formats.arrays import frozen, indptr_of, iota, zeros
-from attnrt.formats.base import BlockSparse, Index
-from attnrt.formats.composite import composite
+from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt.formats.access import need_host_indices, tokens
+from attnrt.formats.arrays import INT_MAX, frozen, indptr_of, zeros
+from attnrt.formats.base import BlockSparse, Features
 
 __all__ = ["streaming"]
 
 
-def streaming(index: BlockSparse, sinks: int, recent: int, positions: str = "logical") -> Index:
+def streaming(
+    index: BlockSparse, sinks: int, recent: int, positions: str = "logical", *, tile: int = 1
+) -> BlockSparse:
     """The first ``sinks`` keys and, for each query, the ``recent`` keys up to its own (itself included).
 
     Parameters
@@ -37,15 +39,64 @@ def streaming(index: BlockSparse, sinks: int, recent: int, positions: str = "log
     positions : {"logical", "cache"}
         "logical": keys and queries keep the positions of the whole sequence. "cache": as if the keys between were not there:
         those after the gap, and the query, move down by its length, so that distances stay below sinks + recent.
+    tile : int
+        Queries of a request that share a list, with a mask for the edges of their windows: faster for long chunks, and a
+        query's bits then depend on its place in the chunk. Logical positions only.
 
     Returns
     -------
-    Composite
-        Two parts, sinks and windows; one block row per query.
+    BlockSparse
+        One block row per ``tile`` queries, C = 1.
     """
     sinks = checks.integer(sinks, "sinks", low=0)
     recent = checks.integer(recent, "recent", low=1)
+    tile = checks.integer(tile, "tile", low=1)
     checks.one_of(positions, "positions", ("logical", "cache"))
+    if tile > 1 and positions == "cache":
+        raise ArgumentError("tile", "must be 1 with positions in the cache: each query has its own", tile)
+    _check(index)
+    end = index.kv_end[index.request] - index.qo_indptr[1:][index.request] + np.arange(index.num_qo) + 1
+    end = end.astype(np.int64)  # one past each query's own key
+    starts, row = _tiles(index, tile)
+    request = index.request[starts[:-1]].astype(np.int64)
+    # A tile's list: the sinks, then the window of its first query prolonged to the key of its last one.
+    stop = np.maximum(end[starts[1:] - 1], 0)
+    low = np.maximum(end[starts[:-1]] - recent, sinks)
+    lens = np.stack([np.minimum(stop, sinks), np.maximum(stop - low, 0)], axis=1)
+    begins = np.stack([np.zeros_like(low), low], axis=1)
+    slots, where = tokens(index, np.repeat(request, 2), 0, begins.reshape(-1), (begins + lens).reshape(-1))
+    qo_pos = index.qo_pos
+    if positions == "cache":
+        gap = np.where(lens[:, 1] > 0, low - sinks, 0)
+        where = where - np.repeat(np.stack([np.zeros_like(gap), gap], axis=1).reshape(-1), lens.reshape(-1))
+        qo_pos = frozen((qo_pos - gap).astype(np.int32))
+    top = int(slots.max(initial=-1))
+    if top > INT_MAX:
+        raise UnsupportedError("indices", "must name slots below 2**31 to be listed one by one", top)
+    mask = _edges(end, row, low, lens, (sinks, recent)) if tile > 1 else {}
+    total = lens.sum(axis=1)
+    count = len(request)
+    return BlockSparse(
+        block_size=(min(tile, int(index.requests.qo_lens.max(initial=1))), 1),
+        num_qo=index.num_qo,
+        requests=index.requests,
+        qo_indptr=frozen(starts.astype(np.int32)),
+        request=index.request,
+        qo_pos=qo_pos,
+        indptr=indptr_of(total),
+        indices=frozen(slots.astype(np.int32)),
+        kv_pos=None,
+        block_pos=frozen(where.astype(np.int32)),
+        kv_begin=zeros(count),
+        kv_end=frozen(total.astype(np.int32)),
+        kv_offset=zeros(count),
+        max_block=top,
+        features=Features(block_pos=True, masked=tile > 1),
+        **mask,
+    )
+
+
+def _check(index: Any) -> None:
     if (
         not isinstance(index, BlockSparse)
         or index.heads != 1
@@ -59,55 +110,27 @@ def streaming(index: BlockSparse, sinks: int, recent: int, positions: str = "log
     if index.requests.bound_kv_lens is not None:
         raise UnsupportedError("kv_lens", "must be host lengths for streaming()", "bound lengths")
     need_host_indices(index, "streaming()")
-    row = index.request.astype(np.int64)  # block row of each query = its request
-    end = (
-        index.kv_end[row] - index.qo_indptr[1:][row] + np.arange(index.num_qo) + 1
-    )  # one past the query's own key
-    first_end = np.clip(end, 0, sinks)
-    begin = np.maximum(end - recent, sinks)
-    end = np.maximum(end, begin)
-    gap = np.where(end > begin, begin - sinks, 0)
-    qo_pos = index.qo_pos if positions == "logical" else frozen((index.qo_pos - gap).astype(np.int32))
-    head = replace(_window(index, row, np.zeros_like(begin), first_end, 0), qo_pos=qo_pos)
-    tail = replace(_window(index, row, begin, end, 0 if positions == "logical" else gap), qo_pos=qo_pos)
-    return composite([head, replace(tail, kv_offset=frozen((first_end - tail.kv_begin).astype(np.int32)))])
 
 
-def _window(
-    index: BlockSparse, row: np.ndarray, begin: np.ndarray, end: np.ndarray, moved: Any
-) -> BlockSparse:
-    """One block row per query with the keys [begin, end) of its request; positions lowered by ``moved``."""
-    C = index.block_size[1]
-    count = index.num_qo
-    first = begin // C
-    blocks = np.where(end > begin, -(-end // C) - first, 0)
-    base = first * C - moved
-    kv_base: Any = index.kv_base
-    kv_pos: Any = index.kv_pos
-    lists: dict[str, Any]
-    where: dict[str, Any]
-    if index.indices is None:
-        lists = {"indptr": zeros(count + 1), "indices": None, "kv_base": frozen(kv_base[row] + first)}
-        top = index.max_block
-        where = {"kv_pos": frozen((kv_pos[row] + base).astype(np.int32))}
-    else:
-        entries = ranges(index.indptr[row] + first, blocks)
-        indices = index.indices[entries]
-        lists = {"indptr": indptr_of(blocks), "indices": frozen(indices)}
-        top = int(indices.max(initial=-1))
-        if index.block_pos is None:
-            where = {"kv_pos": frozen((kv_pos[row] + base).astype(np.int32))}
-        else:
-            lowered = index.block_pos[entries] - np.repeat(np.broadcast_to(moved, count), blocks)
-            where = {"block_pos": frozen(lowered.astype(np.int32))}
-    return replace(
-        index,
-        block_size=(1, C),
-        qo_indptr=iota(count + 1),
-        kv_begin=frozen(np.where(end > begin, begin - first * C, 0).astype(np.int32)),
-        kv_end=frozen(np.where(end > begin, end - first * C, 0).astype(np.int32)),
-        kv_offset=zeros(count),
-        max_block=top,
-        **lists,
-        **where,
-    )
+def _tiles(index: BlockSparse, tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """First query of each tile (and the end), and the tile of each query; tiles don't cross requests."""
+    within = np.arange(index.num_qo) - index.qo_indptr[:-1][index.request]
+    first = within % tile == 0
+    return np.append(np.flatnonzero(first), index.num_qo), np.cumsum(first) - 1
+
+
+def _edges(
+    end: np.ndarray, row: np.ndarray, low: np.ndarray, lens: np.ndarray, window: tuple[int, int]
+) -> dict[str, Any]:
+    """Mask of each query over its tile's list: sinks up to its own key, then its window."""
+    sinks, recent = window
+    width = int(lens.sum(axis=1).max(initial=0))
+    at = np.arange(width)
+    shared = lens[:, :1][row]
+    key = np.where(at < shared, at, low[row][:, None] + at - shared)
+    seen = (key < end[:, None]) & ((at < shared) | (key >= np.maximum(end - recent, sinks)[:, None]))
+    return {
+        "mask": frozen(np.packbits(seen, axis=1, bitorder="little").reshape(-1)),
+        "mask_offset": frozen(np.arange(len(row), dtype=np.int64) * (-(-width // 8) * 8)),
+        "mask_begin": zeros(len(low)),
+    }

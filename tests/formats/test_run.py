@@ -135,6 +135,7 @@ def kinds(b):
     )
     yield "streaming", f.streaming(b.flat, 4, 250)
     yield "streaming in the cache", f.streaming(b.flat, 4, 250, "cache")
+    yield "streaming in tiles", f.streaming(b.flat, 4, 250, tile=16)
     yield "share", f.share(b.flat)
     parents = [int(rng.integers(-1, i)) for length in b.qo_lens for i in range(length)]
     yield "tree", f.tree(f.share(b.flat), parents)

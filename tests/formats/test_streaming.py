@@ -59,11 +59,13 @@ def test_errors(kit):
         ((1, 0), "recent"),
         ((1.5, 1), "sinks"),
         ((1, 1, "other"), "positions"),
+        ((1, 1, "cache", 2), "tile"),
+        ((1, 1, "logical", 0), "tile"),
     ):
         with pytest.raises(AttnrtError, match=label):
-            f.streaming(index, *args)
+            f.streaming(index, *args[:3], tile=args[3] if len(args) > 3 else 1)
     with pytest.raises(AttnrtError, match="index"):
-        f.streaming(f.streaming(index, 1, 1), 1, 1)
+        f.streaming(f.tree(index, [-1]), 1, 1)
     with pytest.raises(AttnrtError, match="kv_lens"):
         f.streaming(f.paged([0, 1], [0, 1], [0], kit.OnDevice((1,)), 4, max_kv_lens=[4]), 1, 1)
     with pytest.raises(AttnrtError, match="indices"):
