@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -132,7 +133,7 @@ def test_cascade_is_flat(cpu, prefix):
     slots = rng.permutation(1200).astype(np.int32)
     head, rest = slots[:prefix], slots[prefix:]
     begin = np.r_[0, np.cumsum(own)].astype(np.int32)
-    flat_ids = np.concatenate([np.r_[head, rest[a:b]] for a, b in zip(begin, begin[1:], strict=False)])
+    flat_ids = np.concatenate([np.r_[head, rest[a:b]] for a, b in itertools.pairwise(begin)])
     qo = [0, 1, 3, 4]
     lens = np.array(own) + prefix
     flat = formats.paged(qo, np.r_[0, np.cumsum(lens)], flat_ids, lens, 1)
