@@ -137,17 +137,22 @@ def lay_out(case: Case, layout: Layout | None = None, **changes: Any) -> Batch:
     return Batch(index=index, q=q, kv=kv[0] if spec.shared_kv else kv, params=dict(case.params))
 
 
+def _sides(case: Case) -> list[tuple[tuple[np.ndarray, ...], int]]:
+    """(rows, dim) of K and, unless it is K's own, of V."""
+    sides = [(case.k, case.spec.head_dim), (case.v, case.spec.head_dim_vo)]
+    return sides[:1] if case.spec.shared_kv else sides
+
+
 def _ragged(case: Case, layout: Layout, qo_indptr: np.ndarray) -> tuple[Any, tuple[np.ndarray, ...]]:
     from attnrt.formats import ragged
 
     spec = case.spec
     total = int(case.kv_lens.sum())
     caches = []
-    for rows, dim in ((case.k, spec.head_dim), (case.v, spec.head_dim_vo)):
-        if rows or dim == spec.head_dim:
-            cache = _memory((total + layout.spare, spec.num_kv_heads, dim), spec.kv_dtype, layout)
-            cache[:total] = np.concatenate([cache[:0], *rows]) if rows else cache[:total]
-            caches.append(cache)
+    for rows, dim in _sides(case):
+        cache = _memory((total + layout.spare, spec.num_kv_heads, dim), spec.kv_dtype, layout)
+        cache[:total] = np.concatenate([cache[:0], *rows])
+        caches.append(cache)
     return ragged(qo_indptr, np.concatenate([[0], np.cumsum(case.kv_lens)]).astype(np.int32)), tuple(caches)
 
 
@@ -160,9 +165,7 @@ def _paged(case: Case, layout: Layout, qo_indptr: np.ndarray) -> tuple[Any, tupl
     total = int(indptr[-1]) + layout.spare
     ids = np.random.default_rng(layout.seed).permutation(total)[: indptr[-1]].astype(np.int32)
     caches = []
-    for rows, dim in ((case.k, spec.head_dim), (case.v, spec.head_dim_vo)):
-        if not rows and spec.shared_kv and dim != spec.head_dim:
-            continue
+    for rows, dim in _sides(case):
         cache = _cache(spec, total, size, dim, layout)
         tokens = (
             cache if cache.ndim == 3 else cache.transpose(0, 2, 1, 3) if spec.kv_layout == "HND" else cache
