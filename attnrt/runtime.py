@@ -132,8 +132,6 @@ class Runtime:
         spec = self.spec
         if plan.spec is not spec and plan.spec != spec:
             raise PlanError("plan", "must be made for this attention's spec", repr(plan.spec))
-        if plan.spec is not spec and plan.spec.composed.reach() != spec.composed.reach():
-            raise PlanError("plan", "must be made with this attention's window", plan.spec.composed.reach())
         own = self.traits(plan.index.features)
         if plan.traits is not own and plan.traits.classes != own.classes:
             raise PlanError(

@@ -131,14 +131,20 @@ def test_cascade_is_flat(backend, spec, prefix, own, size, seed):
     indptr = np.r_[0, np.cumsum(pages)]
     lens = [prefix + n for n in own]
     listed = [np.r_[shared, rest[indptr[r] : indptr[r + 1]]] for r in range(len(own))]
-    flat = formats.paged(rows, np.r_[0, np.cumsum([len(x) for x in listed])], np.concatenate(listed), lens, size)
+    flat = formats.paged(
+        rows, np.r_[0, np.cumsum([len(x) for x in listed])], np.concatenate(listed), lens, size
+    )
     levels = [formats.paged(rows, indptr, rest, own, size)]
     if prefix:
         levels.insert(0, formats.paged([0, rows[-1]], [0, len(shared)], shared, [prefix], size))
     spec_case = testing.make_case(spec, [int(rows[-1])], [max(len(ids) * size, 1)], seed=seed)
     q, k, values = spec_case.q[0], spec_case.k[0], spec_case.v[0]
     results = []
-    for index in (flat, formats.cascade(*levels) if len(levels) > 1 else levels[0], formats.share(flat, min_tokens=size)):
+    for index in (
+        flat,
+        formats.cascade(*levels) if len(levels) > 1 else levels[0],
+        formats.share(flat, min_tokens=size),
+    ):
         batch = testing.Batch(index=index, q=q, kv=(k, values), params={})
         results.append(testing.run_batch(spec_case, batch, backend))
     answer = testing.oracle_answer(spec, flat, q, (k, values))
