@@ -71,7 +71,9 @@ def _exact_cast(param: Param, value: np.ndarray) -> np.ndarray:
     """To the parameter's dtype, only if no value changes."""
     if value.dtype == np.dtype(param.dtype):
         return value
-    if value.dtype.kind not in "iufb" or value.dtype.kind == "b":
+    if value.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2") and param.dtype == "float32":
+        return value.astype(np.float32)  # of ml_dtypes, which NumPy calls kind V; float32 holds them all
+    if value.dtype.kind not in "iuf":
         raise DtypeError(param.name, f"must be {param.dtype}", value.dtype)
     with np.errstate(all="ignore"):
         nan = np.isnan(value)

@@ -215,10 +215,14 @@ def compose(variants: Variant | tuple[Variant, ...] | list[Variant] | Composed |
         return _compose(())
     if isinstance(variants, Variant):
         return _compose((variants,))
-    if not isinstance(variants, (tuple, list)) or not all(isinstance(v, Variant) for v in variants):
-        hint = "at.variants.causal(), or a tuple of variants"
-        raise ArgumentError("variant", "must be a variant or a tuple of them", repr(variants)[:80], hint)
-    return _compose(tuple(variants))
+    items = variants if isinstance(variants, (tuple, list)) else (variants,)
+    for item in items:
+        if not isinstance(item, Variant):
+            hint = "at.variants.causal(), or a tuple of variants"
+            if callable(item):
+                hint = "Call a function that makes one (causal()); decorate a hook of yours (@at.variants.logits)"
+            raise ArgumentError("variant", "must be a variant or a tuple of them", repr(item)[:80], hint)
+    return _compose(tuple(items))
 
 
 @functools.lru_cache(maxsize=256)

@@ -40,7 +40,7 @@ def cpp(
     In scope: ``ctx`` (request, qo_pos, kv_pos, qo_head, kv_head, qo_row, qo_len, kv_len, kv_slot), the
     parameters by name (a number as a constant, an array as ``table(i, j)``), and everything of
     attnrt_variant.h in namespace attnrt (``f_exp``, ``f_tanh``, ``max_of``, ...). The text is compiled by
-    g++, nvcc and NVRTC: no includes, no statics.
+    g++, nvcc and NVRTC: no includes, no static data.
 
     Parameters
     ----------

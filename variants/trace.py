@@ -86,11 +86,12 @@ def _param_dtype(fn: HookFunction, argument: inspect.Parameter, default: object)
     note = argument.annotation
     if note is not argument.empty:
         name = note if isinstance(note, str) else getattr(note, "__name__", str(note))
+        name = name.strip("'\"").rpartition(".")[2]  # under deferred annotations: "np.int64", "'int64'"
         if name in _NUMBERS:
             return _NUMBERS[name]
         raise ArgumentError(
             f"{fn.__name__}: annotation of {argument.name}",
-            "must be int, float, 'int32', 'int64' or 'float32'",
+            "must be int, float, numpy.int64, int32 or float32",
             name,
         )
     if isinstance(default, np.ndarray):

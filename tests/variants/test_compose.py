@@ -55,6 +55,8 @@ def test_rename_lets_one_variant_be_used_twice(kit):
 def test_what_is_not_a_variant(bad):
     with pytest.raises(ArgumentError, match="variant must be"):
         av.compose(bad)
+    with pytest.raises(ArgumentError, match=r"decorate"):
+        av.compose((av.causal(), lambda score, ctx: score))
 
 
 def test_values_never_change_the_key():
@@ -143,6 +145,33 @@ def test_values_that_convert_exactly():
     assert bound.host["softcap"].dtype == np.float32
     assert bound.host["window_left"].tolist() == list(range(8))
     assert bound.host["window_right"] == 4
+
+
+def test_half_precision_arrays_convert():
+    import ml_dtypes
+
+    values = np.arange(1, 9).astype(ml_dtypes.bfloat16)
+    for array in (values, values.astype(np.float16)):
+        bound = bind(av.softcap(1.0), softcap=array)
+        assert bound.host["softcap"].dtype == np.float32 and bound.host["softcap"].tolist() == list(
+            range(1, 9)
+        )
+    with pytest.raises(DtypeError, match="window_left"):
+        bind(av.sliding_window(1), window_left=values)
+
+
+def test_a_logit_of_minus_infinity(kit):
+    @av.logits
+    def hide(score, ctx):
+        return av.where(ctx.kv_pos < 3, score, -np.inf)
+
+    both = kit.both((hide, av.softcap(5.0)))
+    c = np.zeros(2, kit.ctx_dtype)
+    c["kv_pos"] = 2, 3
+    assert both.native.logits(c, np.zeros(2)).tolist() == [0, -5]  # in order: a cap after it makes it finite
+    last = kit.both((av.softcap(5.0), hide))
+    assert last.native.logits(c, np.zeros(2)).tolist() == [0, -np.inf]
+    assert last.numpy.logits(kit.fields(c), np.zeros(2)).tolist() == [0, -np.inf]
 
 
 def test_arrays_with_strides_and_out_of_range_indices(kit):

@@ -6,6 +6,9 @@ from __future__ import annotations
 import pytest
 
 import attnrt.variants as av
+from attnrt.variants.expr import topological
+from attnrt.variants.functions import sat_add, sat_sub
+from attnrt.variants.print_cpp import PRINT
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 pytestmark = pytest.mark.compile
@@ -49,7 +52,31 @@ def ptx(source: str, arch: str) -> str:
     return text.decode()
 
 
+def every_operation(score, ctx, *, table, gain=1.0, count=3, wide: int64 = 1):
+    """Uses each operation of expr.py once, in all types that have it."""
+    i, j, slot = ctx.qo_pos, ctx.kv_pos, ctx.kv_slot + wide
+    ints = (
+        (i + j - count) * (i // j) + i % j + (i & j) + (i | j) + (i ^ j) + (~i << 3) + (j >> count) + abs(i)
+    )
+    longs = (slot * 3 - i) // (slot + 1) + slot % 7 + (slot >> 3) + (slot << 2) + abs(slot)
+    ints = ints + av.minimum(i, j) + av.maximum(i, count) + sat_add(i, j) + sat_sub(i, j) + av.to_int(longs)
+    x = score / gain - score * 2 + score % 3 + score // gain + abs(score) + -score + score**2.5
+    for f in (av.exp, av.exp2, av.log, av.log2, av.tanh, av.logistic, av.sqrt, av.rsqrt, av.floor, av.ceil):
+        x = x + f(score)
+    for f in (av.sin, av.cos, av.sinpi, av.cospi):
+        x = x + f(score)
+    tests = ((i < j) & (i <= j)) | ~(i == j) ^ (score != 1.0)
+    x = av.where(tests, av.minimum(x, score), av.maximum(x, table[i, av.to_int(score), slot]))
+    return x + ints + longs + av.to_float(tests)
+
+
+def test_that_every_operation_is_there():
+    used = {n.op for n in topological((av.logits(every_operation).logits,))}
+    assert set(PRINT) <= used
+
+
 BUILTINS = {
+    "every_operation": av.logits(every_operation),
     "full": av.full(),
     "alibi": av.alibi(),
     "sigmoid": (av.causal(), av.sigmoid()),
