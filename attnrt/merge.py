@@ -18,7 +18,8 @@ from attnrt import dtypes
 from attnrt.dtypes import Dtype
 from attnrt.errors import ArgumentError, DtypeError, UnsupportedError
 from attnrt.memory import load_provider
-from attnrt.tensor import TensorView, empty_like_caller, to_caller
+from attnrt.results import empty_like_caller, to_caller
+from attnrt.tensor import TensorView
 
 __all__ = ["MergeCall", "merge_state", "merge_states", "register_merge"]
 

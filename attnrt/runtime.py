@@ -20,7 +20,8 @@ from attnrt.errors import ArgumentError, CaptureError, DtypeError, PlanError
 from attnrt.formats.base import Features
 from attnrt.formats.composite import features_of
 from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
-from attnrt.tensor import TensorView, empty_like_caller, make_view, signature, to_caller, view
+from attnrt.results import empty_like_caller, to_caller
+from attnrt.tensor import TensorView, make_view, signature, view
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Backend, Kernel

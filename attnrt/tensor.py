@@ -24,12 +24,10 @@ __all__ = [
     "TensorView",
     "current_stream",
     "empty",
-    "empty_like_caller",
     "kv_interleaved",
     "make_view",
     "moved",
     "signature",
-    "to_caller",
     "view",
     "views",
 ]
@@ -390,63 +388,6 @@ def empty(shape: int | tuple[int, ...], dtype: object = "float32", device: objec
     else:
         ptr, owner = ops_of(place).allocate(nbytes)
     return native.make(ptr, shape, compact_strides(shape), kind, place, owner, "attnrt", False, False)
-
-
-def empty_like_caller(like: TensorView, shape: tuple[int, ...], dtype: object) -> Any:
-    """A new array for a result, in the framework and on the device of the caller's array ``like``.
-
-    Returns
-    -------
-    array
-        NumPy, torch or CuPy's own; memory of ours for every other framework, which `to_caller` turns into the
-        caller's once it is written.
-    """
-    kind = as_dtype(dtype)
-    maker = _MAKERS.get(like.framework)
-    if maker is None:
-        return empty(shape, kind, like.device)
-    return maker(like, tuple(shape), kind)
-
-
-def _empty_numpy(like: TensorView, shape: tuple[int, ...], dtype: Dtype) -> Any:
-    return np.empty(shape, dtype.numpy)
-
-
-def _empty_torch(like: TensorView, shape: tuple[int, ...], dtype: Dtype) -> Any:
-    torch = sys.modules["torch"]
-    return torch.empty(shape, dtype=getattr(torch, dtype.name), device=str(like.device))
-
-
-def _empty_cupy(like: TensorView, shape: tuple[int, ...], dtype: Dtype) -> Any:
-    cupy = sys.modules["cupy"]
-    with cupy.cuda.Device(like.device.index):
-        try:
-            return cupy.empty(shape, dtype.numpy)
-        except (TypeError, ValueError):  # a CuPy without this type: the bits in an unsigned array
-            return cupy.empty(shape, f"uint{dtype.bits}")
-
-
-_MAKERS = {"numpy": _empty_numpy, "torch": _empty_torch, "cupy": _empty_cupy}
-
-
-def to_caller(result: Any, framework: str) -> Any:
-    """Hand a written result to the caller: an array of ours becomes a JAX array; others are what they should
-    be.
-
-    Parameters
-    ----------
-    result : array
-        From `empty_like_caller`.
-    framework : str
-        ``view.framework`` of the array it was made like.
-    """
-    if type(result) is not TensorView or framework not in ("jax", "numpy", "torch"):
-        return result
-    if framework == "numpy":
-        return result.numpy()
-    if framework == "torch":
-        return sys.modules["torch"].from_dlpack(result)
-    return sys.modules["jax"].numpy.from_dlpack(result)
 
 
 def _setup() -> None:

@@ -26,7 +26,7 @@ LAYERS = (
         {"config"},
         {"dtypes"},
         {"device"},
-        {"reading", "tensor", "memory"},
+        {"reading", "tensor", "memory", "results"},
         {"checks"},
         {"registry"},
     ),

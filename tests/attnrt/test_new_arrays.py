@@ -12,7 +12,8 @@ import pytest
 import attnrt as at
 from attnrt import dtypes, memory
 from attnrt.errors import ArgumentError, UnsupportedError
-from attnrt.tensor import TensorView, current_stream, empty_like_caller, make_view, to_caller
+from attnrt.results import empty_like_caller, to_caller
+from attnrt.tensor import TensorView, current_stream, make_view
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")

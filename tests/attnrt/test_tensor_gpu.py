@@ -7,7 +7,8 @@ import pytest
 from attnrt import dtypes
 from attnrt.device import as_device, stream_handle
 from attnrt.errors import ArgumentError
-from attnrt.tensor import TensorView, current_stream, empty_like_caller, signature, to_caller
+from attnrt.results import empty_like_caller, to_caller
+from attnrt.tensor import TensorView, current_stream, signature
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
