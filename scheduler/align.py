@@ -9,6 +9,9 @@ that, so parts whose indices lie on a device stay as they are as long as no cut 
 Classes have different rulers, so queries that share a block row but not a class have different limits; they are put next
 to each other inside the row, and the planner cuts tiles where class or limits change. A class with one leaf keeps nothing
 outside its bridges: its rows read everything from lists of their own, as in a flat index.
+
+Everything is done for all groups of alike rows at once, in tables of groups x parts: planning is on the host's critical path,
+and a loop over requests costs a hundred times more.
 """
 
 from __future__ import annotations
@@ -17,34 +20,49 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from attnrt.errors import UnsupportedError
 from attnrt.formats.base import BlockSparse
 from attnrt.scheduler.base import Ruler, Traits
 
-__all__ = ["Aligned", "Gap", "Segment", "align"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Keys ``[lo, hi)`` (offsets) of one list: part, block row and head of the list."""
-
-    part: int
-    row: int
-    head: int
-    lo: int
-    hi: int
+__all__ = ["Aligned", "Gaps", "Lists", "align"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gap:
-    """Leaves that straddle cuts, for queries that read the same lists: what one row of a bridge part must hold.
+class Lists:
+    """Groups of rows of q that read the same lists in one class; tables over groups x units (KV heads, or one) and parts.
 
-    ``qo_rows`` and ``queries`` int64 [n]: rows of q, and where to find their request and position (in the part of the first
-    segment). ``segments``: per KV head (or once), in offset order, without gap.
+    Attributes
+    ----------
+    units : int
+    qo_rows : int64 [listed rows of q]
+        By group; those of group g are ``begin[g] : begin[g + 1]``.
+    begin : int64 [groups + 1]
+    place : int64 [num_qo, parts]
+        Place of each row of q in each part, -1: not in it.
+    row : int64 [groups, parts]
+        Block row in each part, -1: none.
+    part : int64 [groups * units, parts]
+        Parts in order of offset; the tables below are in that order.
+    lo, hi : int64 [groups * units, parts]
+        Live offsets, ``lo = hi = 0`` behind the last.
     """
 
+    units: int
     qo_rows: np.ndarray
-    queries: np.ndarray
-    segments: tuple[tuple[Segment, ...], ...]
+    begin: np.ndarray
+    place: np.ndarray
+    row: np.ndarray
+    part: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gaps:
+    """A stretch of straddled leaves of each list: offsets ``[lo, hi)``, int64 [groups * units]; ``lo = hi``: none."""
+
+    lo: np.ndarray
+    hi: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,27 +92,13 @@ def align(
     """
     from attnrt.scheduler.bridge import bridge_parts
 
-    units = num_kv_heads if any(part.heads > 1 for part in parts) else 1
-    ranges = [_ranges(part) for part in parts]
-    gaps: list[list[Gap]] = []
-    for rows, queries in _groups(parts, req_class):
-        lead = [int(q[0]) if len(q) else -1 for q in queries]
-        request = next(int(parts[p].request[q]) for p, q in enumerate(lead) if q >= 0)
-        ruler = traits.classes[int(req_class[request])].ruler
-        found = [
-            _align_group(parts, ranges, queries, unit if units > 1 else 0, ruler) for unit in range(units)
-        ]
-        for nth in range(max(len(per_unit) for per_unit in found)):
-            segments = tuple(per_unit[nth] if nth < len(per_unit) else () for per_unit in found)
-            first = next(s[0] for s in segments if s)
-            while len(gaps) <= nth:
-                gaps.append([])
-            gaps[nth].append(Gap(qo_rows=rows, queries=queries[first.part], segments=segments))
+    lists = _lists(parts, req_class, num_kv_heads if any(part.heads > 1 for part in parts) else 1)
+    gaps = _gaps(lists, parts, req_class, traits)
     if not gaps and not any(_mixed(part, req_class) for part in parts):
         return Aligned(parts=parts, limits=(None,) * len(parts))
-    kept = [_narrow(part, *ranges[p], req_class) for p, part in enumerate(parts)]
-    bridges = [bridge for level in gaps for bridge in bridge_parts(parts, level, units)]
-    kept += [(bridge, None) for bridge in bridges]
+    left = _left_over(parts, lists, gaps)
+    kept = [_narrow(part, *left[p], req_class) for p, part in enumerate(parts)]
+    kept += [(bridge, None) for gap in gaps for bridge in bridge_parts(parts, lists, gap)]
     kept = [entry for entry in kept if len(entry[0].request)] or kept[:1]
     return Aligned(parts=tuple(part for part, _ in kept), limits=tuple(limits for _, limits in kept))
 
@@ -106,84 +110,127 @@ def _mixed(part: BlockSparse, req_class: np.ndarray) -> bool:
     return bool((change & (np.diff(row) == 0)).any())
 
 
-def _ranges(part: BlockSparse) -> tuple[np.ndarray, np.ndarray]:
-    """Live offsets of every query's lists, int64 [queries, heads], to be narrowed in place."""
-    row = np.repeat(np.arange(part.num_rows), np.diff(part.qo_indptr))
-    shape = (part.num_rows, part.heads)
-    offset = part.kv_offset.astype(np.int64)[:, None]
-    return (offset + part.kv_begin.reshape(shape))[row], (offset + part.kv_end.reshape(shape))[row]
-
-
-def _groups(
-    parts: tuple[BlockSparse, ...], req_class: np.ndarray
-) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Rows of q that read the same lists in one class, each with its places in the parts (empty: not in that part)."""
-    num_qo = parts[0].num_qo
-    where = np.full((num_qo, len(parts)), -1, np.int64)
-    signature = np.full((num_qo, len(parts) + 1), -1, np.int64)
+def _lists(parts: tuple[BlockSparse, ...], req_class: np.ndarray, units: int) -> Lists:
+    count, num_qo = len(parts), parts[0].num_qo
+    place = np.full((num_qo, count), -1, np.int64)
+    signature = np.full((num_qo, count + 1), -1, np.int64)
     for p, part in enumerate(parts):
-        rows = np.arange(len(part.request)) if part.qo_index is None else part.qo_index
-        where[rows, p] = np.arange(len(part.request))
+        rows = slice(0, len(part.request)) if part.qo_index is None else part.qo_index
+        place[rows, p] = np.arange(len(part.request))
         signature[rows, p] = np.repeat(np.arange(part.num_rows), np.diff(part.qo_indptr))
         signature[rows, -1] = req_class[part.request]
-    listed = np.flatnonzero((where >= 0).any(axis=1))
-    if not len(listed):
-        return []
-    order = listed[np.lexsort(signature[listed].T)]
-    change = np.flatnonzero((np.diff(signature[order], axis=0) != 0).any(axis=1)) + 1
-    groups = [np.sort(group) for group in np.split(order, change)]
-    groups.sort(key=lambda group: int(group[0]))
-    return [(g, [where[g, p] if where[g[0], p] >= 0 else g[:0] for p in range(len(parts))]) for g in groups]
+    order = np.flatnonzero((place >= 0).any(axis=1))
+    order = order[np.lexsort(signature[order].T)]
+    starts = np.ones(len(order), bool)
+    starts[1:] = (signature[order[1:]] != signature[order[:-1]]).any(axis=1)
+    rank = np.argsort(np.argsort(order[starts]))  # groups in order of their first row
+    group = rank[np.cumsum(starts) - 1]
+    order = order[np.argsort(group, kind="stable")]
+    begin = np.concatenate(([0], np.cumsum(np.bincount(group, minlength=len(rank)))))
+    row = signature[order[begin[:-1]], :-1]
+    lo, hi = (np.zeros((len(rank), units, count), np.int64) for _ in range(2))
+    for p, part in enumerate(parts):
+        here = np.flatnonzero(row[:, p] >= 0)
+        rows = row[here, p]
+        offset = part.kv_offset[rows].astype(np.int64)[:, None]
+        lo[here, :, p] = offset + part.kv_begin.reshape(-1, part.heads)[rows]
+        hi[here, :, p] = offset + part.kv_end.reshape(-1, part.heads)[rows]
+    lo, hi = lo.reshape(-1, count), hi.reshape(-1, count)
+    by_offset = np.argsort(np.where(lo < hi, lo, np.iinfo(np.int64).max), axis=1, kind="stable")
+    empty = lo >= hi
+    lo[empty] = hi[empty] = 0
+    lo, hi = np.take_along_axis(lo, by_offset, axis=1), np.take_along_axis(hi, by_offset, axis=1)
+    return Lists(units=units, qo_rows=order, begin=begin, place=place, row=row, part=by_offset, lo=lo, hi=hi)
 
 
-def _align_group(
-    parts: tuple[BlockSparse, ...],
-    ranges: list[tuple[np.ndarray, np.ndarray]],
-    queries: list[np.ndarray],
-    unit: int,
-    ruler: Ruler,
-) -> list[tuple[Segment, ...]]:
-    """Narrow the group's ranges to whole leaves; the segments of each stretch of straddled leaves."""
-    segments = []
-    for p, part_queries in enumerate(queries):
-        if len(part_queries):
-            q, head = int(part_queries[0]), unit if parts[p].heads > 1 else 0
-            lo, hi = int(ranges[p][0][q, head]), int(ranges[p][1][q, head])
-            if lo < hi:
-                row = int(np.searchsorted(parts[p].qo_indptr, q, side="right")) - 1
-                segments.append(Segment(part=p, row=row, head=head, lo=lo, hi=hi))
-    segments.sort(key=lambda s: s.lo)
-    gaps: list[tuple[int, int]] = []
-    for segment in segments[1:]:
-        leaf = ruler.leaf_of(segment.lo)
-        begin, end = ruler.start(leaf), ruler.start(leaf + 1)
-        if begin == segment.lo:
-            continue
-        if gaps and begin <= gaps[-1][1]:
-            gaps[-1] = (gaps[-1][0], end)
-        else:
-            gaps.append((begin, end))
-    stretches = []
-    for begin, end in gaps:
-        stretch = []
-        for s in segments:
-            lo, hi = max(s.lo, begin), min(s.hi, end)
-            if lo < hi:
-                stretch.append(replace(s, lo=lo, hi=hi))
-                _remove(ranges[s.part], queries[s.part], s.head, begin, end)
-        stretches.append(tuple(stretch))
-    return stretches
+def _leaf_ends(ruler: Ruler, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First key of the leaf that holds each offset, and of the leaf behind it."""
+    sizes = np.asarray([size for count, size in ruler.steps if count] + [ruler.tail], np.int64)
+    starts = np.concatenate(([0], np.cumsum([count * size for count, size in ruler.steps if count]))).astype(
+        np.int64
+    )
+    span = np.searchsorted(starts, offset, side="right") - 1
+    begin = starts[span] + (offset - starts[span]) // sizes[span] * sizes[span]
+    return begin, begin + sizes[span]
 
 
-def _remove(
-    ranges: tuple[np.ndarray, np.ndarray], queries: np.ndarray, head: int, begin: int, end: int
+def _gaps(lists: Lists, parts: tuple[BlockSparse, ...], req_class: np.ndarray, traits: Traits) -> list[Gaps]:
+    """Stretches of leaves that straddle cuts, the n-th of every list together."""
+    first = lists.qo_rows[lists.begin[:-1]]
+    klass = np.zeros(len(first), np.int64)
+    for p, part in enumerate(parts):
+        here = lists.place[first, p] >= 0
+        klass[here] = req_class[part.request[lists.place[first[here], p]]]
+    klass = np.repeat(klass, lists.units)
+    count, width = lists.lo.shape
+    lo, hi = np.zeros((count, width), np.int64), np.zeros((count, width), np.int64)
+    found = np.zeros(count, np.int64)
+    for c in range(1, width):
+        cut = lists.lo[:, c]
+        for k in np.unique(klass):
+            at = np.flatnonzero((klass == k) & (lists.lo[:, c] < lists.hi[:, c]))
+            begin, end = _leaf_ends(traits.classes[int(k)].ruler, cut[at])
+            inside = begin < cut[at]
+            at, begin, end = at[inside], begin[inside], end[inside]
+            last = found[at] - 1
+            joins = (last >= 0) & (begin <= hi[at, last])
+            hi[at[joins], last[joins]] = end[joins]
+            at, begin, end = at[~joins], begin[~joins], end[~joins]
+            lo[at, found[at]], hi[at, found[at]] = begin, end
+            found[at] += 1
+    if lists.units > 1:
+        _same_for_heads(lists, parts, lo, hi, found)
+    return [Gaps(lo=lo[:, n], hi=hi[:, n]) for n in range(int(found.max(initial=0)))]
+
+
+def _same_for_heads(
+    lists: Lists, parts: tuple[BlockSparse, ...], lo: np.ndarray, hi: np.ndarray, found: np.ndarray
 ) -> None:
-    """Take ``[begin, end)``, which reaches over an end of the range, out of the range."""
-    lo, hi = int(ranges[0][queries[0], head]), int(ranges[1][queries[0], head])
-    if begin <= lo:
-        ranges[0][queries, head] = min(end, hi)
-    else:
-        ranges[1][queries, head] = begin
+    """A list that all heads share is cut for all alike, also for heads that have no keys behind the cut."""
+    shared = np.asarray([part.heads == 1 for part in parts])
+    groups = np.flatnonzero((lists.row[:, shared] >= 0).any(axis=1))
+    tables = [table.reshape(-1, lists.units, *table.shape[1:]) for table in (lo, hi, found)]
+    most = tables[2][groups].argmax(axis=1)
+    none = (tables[2][groups] == 0)[..., None]
+    for table in tables[:2]:
+        table[groups] = np.where(none, table[groups, most][:, None], table[groups])
+    tables[2][groups] = np.where(none[..., 0], tables[2][groups, most][:, None], tables[2][groups])
+
+
+def _left_over(
+    parts: tuple[BlockSparse, ...], lists: Lists, gaps: list[Gaps]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Offsets that stay with each query's lists, int64 [queries, heads] x 2 for each part."""
+    lo, hi = lists.lo.copy(), lists.hi.copy()
+    for gap in gaps:
+        begin, end = gap.lo[:, None], gap.hi[:, None]
+        over = np.maximum(lo, begin) < np.minimum(hi, end)
+        front = over & (begin <= lo)
+        hi[over & ~front] = np.broadcast_to(begin, hi.shape)[over & ~front]
+        lo[front] = np.minimum(end, hi)[front]
+    shape = (len(lists.row), lists.units, len(parts))
+    by_part = [np.zeros_like(lo), np.zeros_like(hi)]
+    for out, table in zip(by_part, (lo, hi), strict=True):
+        np.put_along_axis(out, lists.part, table, axis=1)
+    group = np.repeat(np.arange(len(lists.row)), np.diff(lists.begin))
+    found = []
+    for p, part in enumerate(parts):
+        ends = []
+        for table in by_part:
+            mine = table.reshape(shape)[:, :, p]
+            if part.heads < lists.units:
+                if (mine != mine[:, :1]).any():
+                    rule = "must be cut alike for all heads where it shares keys with lists per head"
+                    raise UnsupportedError(
+                        "composite", rule, f"part {p}", "Cut its parts at leaf boundaries."
+                    )
+                mine = mine[:, :1]
+            at = lists.place[lists.qo_rows, p]
+            out = np.zeros((len(part.request), part.heads), np.int64)
+            out[at[at >= 0]] = mine[group[at >= 0]]
+            ends.append(out)
+        found.append((ends[0], ends[1]))
+    return found
 
 
 def _narrow(

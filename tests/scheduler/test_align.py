@@ -203,3 +203,46 @@ def test_order_of_parts_does_not_matter():
     flat, index = shared(99)
     a, b = plan_of(index), plan_of(Composite(parts=index.parts[::-1]))
     assert sorted(a.merge.leaves.tolist()) == sorted(b.merge.leaves.tolist()) and flat.num_qo == 3
+
+
+def test_a_list_of_all_heads_before_lists_per_head():
+    """Head 1 has no keys behind the shared list; the leaf that the cut straddles moves for both heads alike."""
+    flat, index = shared(100, qo_lens=(1, 1), kv_lens=(300, 310))
+    first, second = index.parts
+    lists, begin, end = [], [], []
+    for r in range(2):
+        lists += [second.indices[second.indptr[r] : second.indptr[r + 1]], second.indices[:0]]
+        begin += [int(second.kv_begin[r]), 0]
+        end += [int(second.kv_end[r]), 0]
+    second = replace(
+        second,
+        heads=2,
+        indices=np.concatenate(lists),
+        indptr=np.concatenate(([0], np.cumsum([len(x) for x in lists]))).astype(np.int32),
+        kv_begin=np.asarray(begin, np.int32),
+        kv_end=np.asarray(end, np.int32),
+    )
+    plan = plan_of(Composite(parts=(first, second)))
+    bridge = plan.parts[2]
+    assert bridge.heads == 2 and (bridge.kv_offset[0] + bridge.kv_end[:2]).tolist() == [128, 100]
+    assert plan.parts[0].kv_end.tolist() == [64] and flat.num_qo == 2
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_three_levels_in_one_pool(levels):
+    """16, 8 and 3 tokens, page 4, batch 4 in 2 groups: the leaves of the flat index."""
+    flat = plan_cases.paged([1] * 4, [27] * 4, 4)
+    indices = flat.indices.reshape(4, 7).copy()
+    indices[1:, :4] = indices[0, :4]
+    indices[1, 4:6], indices[3, 4:6] = indices[0, 4:6], indices[2, 4:6]
+    flat = replace(flat, indices=indices.reshape(-1))
+    groups, ends = [[[0, 1, 2, 3]], [[0, 1], [2, 3]]], [[16], [24, 24]]
+    index = plan_cases.cut_levels(flat, groups[:levels], ends[:levels])
+    small = plan_cases.traits(3, leaf=8)
+    plan = make_plan(plan_cases.spec(right=0), index, small)
+    verify_plan(plan)
+    assert (plan.parts is index.parts) == (
+        levels == 1
+    )  # leaves end at 8, 16, 32: a cut at 16 stays, one at 24 does not
+    uneven = plan_cases.cut_levels(flat, groups[:levels], [[e - 3 for e in row] for row in ends[:levels]])
+    verify_plan(make_plan(plan_cases.spec(right=0), uneven, small))
