@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from attnrt.dispatch import resolve
-from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt.errors import ArgumentError
 from attnrt.formats.base import BlockSparse, Composite, Features
 from attnrt.runtime import Runtime, features_of_plan
 from attnrt.scheduler import make_plan
@@ -234,22 +234,22 @@ class Attention:
         """Compile what an index needs, so that neither plan nor run does."""
         self._runtime.compile(features_of_plan(self.plan(index, load=False)))
 
-    def profile(self, q: Any, kv: Any, **run_args: Any) -> Any:
-        """Measured (worker, start_ns, stop_ns) of every item of the loaded plan, int64 [items, 3].
+    def profile(
+        self, q: Any, kv: Any, sm_scale: float | None = None, stream: Any = None, **variant_args: Any
+    ) -> Any:
+        """Run the loaded plan once and measure it: (worker, start_ns, stop_ns) of every item in the plan's order.
+
+        Returns
+        -------
+        int64 [items, 3]
+            Nanoseconds from the first item's start.
 
         Raises
         ------
         UnsupportedError
             The backend cannot measure.
         """
-        measure = getattr(self._runtime.kernel, "profile", None)
-        if measure is None:
-            raise UnsupportedError(
-                "profile",
-                "needs a backend that measures",
-                reasons={self.backend: ("cannot time single items",)},
-            )
-        return self._runtime.profile(measure, q, kv, run_args)
+        return self._runtime.profile(q, kv, sm_scale, stream, variant_args)
 
     def __repr__(self) -> str:
         return f"Attention({self.spec!r}, backend={self.backend!r}, device={str(self.device)!r})"

@@ -16,7 +16,7 @@ import numpy as np
 from attnrt.backends.base import Call
 from attnrt.device import CPU, Device
 from attnrt.dispatch import require
-from attnrt.errors import ArgumentError, CaptureError, DtypeError, PlanError
+from attnrt.errors import ArgumentError, CaptureError, DtypeError, PlanError, UnsupportedError
 from attnrt.formats.base import Features
 from attnrt.formats.composite import features_of
 from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
@@ -163,11 +163,28 @@ class Runtime:
         if not self.lock.acquire(blocking=False):
             raise _busy("run")
         try:
-            return self._run(q, kv, plan, results, sm_scale, stream, params)
+            call, out, lse = self._call(q, kv, plan, results, sm_scale, stream, params)
+            self._launch(call, call.stream)
+            if call.q.framework == "jax":
+                out, lse = to_caller(out, "jax"), None if lse is None else to_caller(lse, "jax")
+            return (out, lse) if results[2] else out
         finally:
             self.lock.release()
 
-    def _run(
+    def profile(self, q: Any, kv: Any, sm_scale: float | None, stream: Any, params: dict[str, Any]) -> Any:
+        """See Attention.profile."""
+        measure = getattr(self.kernel, "profile", None)
+        if self.kernel is not None and measure is None:
+            why = {self.backend.name: ("cannot time single items",)}
+            raise UnsupportedError("profile", "needs a backend that measures", reasons=why)
+        if not self.lock.acquire(blocking=False):
+            raise _busy("profile")
+        try:
+            return measure(self._call(q, kv, None, (None, None, False), sm_scale, stream, params)[0])
+        finally:
+            self.lock.release()
+
+    def _call(
         self,
         q: Any,
         kv: Any,
@@ -176,7 +193,8 @@ class Runtime:
         sm_scale: float | None,
         stream: Any,
         params: dict[str, Any],
-    ) -> Any:
+    ) -> tuple[Call, Any, Any]:
+        """The checked call, and out and lse as the caller gets them."""
         out, lse, return_lse = results
         spec = self.spec
         loaded = self.tenant.loaded
@@ -189,21 +207,7 @@ class Runtime:
             )
         k, v = split_kv(spec, kv)
         scale = spec.sm_scale if sm_scale is None else _scale(sm_scale)
-        found = signature(q, k, v, out, lse)
-        if found is None:  # read in the slow way, which also says what is wrong; never remembered
-            form = read_form(self.rules, q, k, v, out, lse)
-            views = [view(x) if x is not None else None for x in (q, k, v, out, lse)]
-            ptrs = tuple(0 if x is None else x.ptr for x in views)
-            owners: tuple[Any, ...] = tuple(views)
-        else:
-            key, ptrs = found
-            owners = (q, k, v, out, lse)
-            form = self._forms.get(key)
-            if form is None:
-                form = read_form(self.rules, q, k, v, out, lse)
-                if len(self._forms) >= REMEMBER:
-                    self._forms.clear()
-                self._forms[key] = form
+        form, ptrs, owners = self._form(q, k, v, out, lse)
         if form.epoch != self._epoch:
             form.check(self._needs)
             form.epoch = self._epoch
@@ -237,11 +241,25 @@ class Runtime:
             sm_scale=scale,
             stream=handle,
         )
-        self._launch(call, handle)
-        if form.q.framework == "jax":
-            out = to_caller(out, "jax")
-            lse = None if lse is None else to_caller(lse, "jax")
-        return (out, lse) if return_lse else out
+        return call, out, lse
+
+    def _form(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any
+    ) -> tuple[Form, tuple[int, ...], tuple[Any, ...]]:
+        """The checked form of a run's arrays, their addresses, and what keeps them alive."""
+        found = signature(q, k, v, out, lse)
+        if found is None:  # read in the slow way, which also says what is wrong; never remembered
+            form = read_form(self.rules, q, k, v, out, lse)
+            views = tuple(None if x is None else view(x) for x in (q, k, v, out, lse))
+            return form, tuple(0 if x is None else x.ptr for x in views), views
+        key, ptrs = found
+        form = self._forms.get(key)
+        if form is None:
+            form = read_form(self.rules, q, k, v, out, lse)
+            if len(self._forms) >= REMEMBER:
+                self._forms.clear()
+            self._forms[key] = form
+        return form, ptrs, (q, k, v, out, lse)
 
     def _launch(self, call: Call, handle: int) -> None:
         kernel, loaded, tenant = self.kernel, call.loaded, self.tenant

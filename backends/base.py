@@ -143,7 +143,9 @@ class AppendCall:
 
 
 class Kernel(Protocol):
-    """Machine code for one (spec, features, device)."""
+    """Machine code for one (spec, features, device). Optional: ``pack_header`` (see Backend); ``profile(call)``, which runs a
+    call and returns (worker, start_ns, stop_ns) of every item, int64 [items, 3]; ``place(name, array)``, a parameter's
+    host array where kernels can read it."""
 
     def attend(self, call: Call) -> None:
         """Run every work item: partial states, or finished rows of out and lse."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from attnrt.scheduler.base import Traits
 from attnrt.scheduler.machines import token_traits, traits_of
 
@@ -30,6 +32,21 @@ class ReferenceKernel:
         from attnrt.backends.reference.merge import merge_rows
 
         merge_rows(call)
+
+    def profile(self, call: Call) -> np.ndarray:
+        """Run a call and time its items: (worker, start_ns, stop_ns), int64 [items, 3]."""
+        from attnrt.backends.reference.attend import attend_items
+
+        clock: list[tuple[int, int]] = []
+        attend_items(call, clock)
+        self.merge(call)
+        times = np.array(clock, np.int64).reshape(-1, 2)
+        worker = np.repeat(
+            np.arange(len(call.loaded.plan.work.worker_indptr) - 1),
+            np.diff(call.loaded.plan.work.worker_indptr),
+        )
+        first = times[:, 0].min() if len(times) else 0
+        return np.column_stack([worker, times - first])
 
     def append(self, call: AppendCall) -> None:
         from attnrt.backends.reference.append import append_rows

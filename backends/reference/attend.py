@@ -9,6 +9,7 @@ one key after the other; a key that a row does not see adds +0 to a sum that sta
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +82,16 @@ class Context:
         return ctx
 
 
-def attend_items(call: Call) -> None:
-    """Run every item: finished rows of out and lse, or partial states."""
+def attend_items(call: Call, clock: list[tuple[int, int]] | None = None) -> None:
+    """Run every item: finished rows of out and lse, or partial states; ``clock`` collects (start, stop) in nanoseconds."""
     here = Context(call)
     for row in call.loaded.work.numpy().tolist():
         item = dict(zip(WORK_FIELDS, row, strict=True))
+        start = time.perf_counter_ns()
         for head in range(item["head_begin"], item["head_end"]):
             _item(here, item, head)
+        if clock is not None:
+            clock.append((start, time.perf_counter_ns()))
 
 
 def _item(here: Context, item: dict[str, int], head: int) -> None:

@@ -294,9 +294,21 @@ def test_prepare_and_warmup(backend):
         attn.run(np.zeros((1, 4, 16), np.float32), (np.zeros((2, 2, 16), np.float32),) * 2)
 
 
+def test_profile_times_every_item():
+    attn, batch = prepared("reference")
+    plan = attn._runtime.tenant.loaded.plan
+    times = attn.profile(batch.q, batch.kv)
+    assert times.shape == (len(plan.work), 3) and times.dtype == np.int64
+    assert (times[:, 1] >= 0).all() and (times[:, 2] > times[:, 1]).all() and times[:, 1].min() == 0
+    bounds = plan.work.worker_indptr
+    assert all((times[bounds[w] : bounds[w + 1], 0] == w).all() for w in range(len(bounds) - 1))
+
+
 def test_profile_says_why_not():
     attn, batch = prepared("reference")
-    with pytest.raises(at.UnsupportedError, match="profile"):
+    kernel = attn._runtime.kernel
+    attn._runtime.kernel = type("Plain", (), {"attend": kernel.attend, "merge": kernel.merge})()
+    with pytest.raises(at.UnsupportedError, match="cannot time single items"):
         attn.profile(batch.q, batch.kv)
 
 

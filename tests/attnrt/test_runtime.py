@@ -70,7 +70,11 @@ BAD = {
         "k must be float32",
         lambda b: {"kv": (b.kv[0].astype(ml_dtypes.bfloat16), b.kv[1])},
     ),
-    "dtype of v": (at.DtypeError, "v must be float32", lambda b: {"kv": (b.kv[0], b.kv[1].astype(np.int32))}),
+    "dtype of v": (
+        at.DtypeError,
+        "v must be float32",
+        lambda b: {"kv": (b.kv[0], np.zeros(b.kv[1].shape, np.int32))},
+    ),
     "heads of v": (at.ArgumentError, "v must be", lambda b: {"kv": (b.kv[0], b.kv[1][:, :, :1])}),
     "layout": (at.ArgumentError, "k must be", lambda b: {"kv": tuple(x.swapaxes(1, 2) for x in b.kv)}),
     "page size": (
