@@ -149,12 +149,11 @@ class TensorView(native.View):
         axis = axis + self.ndim if axis < 0 else axis
         if not 0 <= axis < self.ndim or not 0 <= index < shape[axis]:
             raise ArgumentError("index", f"must be inside axis {axis} of shape {shape}", index)
-        return native.make(
-            self.ptr + index * strides[axis] * self.dtype.itemsize if self.ptr else 0,
-            *(shape[:axis] + shape[axis + 1 :], strides[:axis] + strides[axis + 1 :]),
-            *(self.dtype, self.device, (self.owner,)),  # wrapped: the owner is not this view's own array
-            *(self.framework, self.readonly, self.immutable),
-        )
+        place = self.ptr + index * strides[axis] * self.dtype.itemsize if self.ptr else 0
+        shape, strides = shape[:axis] + shape[axis + 1 :], strides[:axis] + strides[axis + 1 :]
+        kind = (self.framework, self.readonly, self.immutable)
+        # The owner is wrapped: it is not this view's own array.
+        return native.make(place, shape, strides, self.dtype, self.device, (self.owner,), *kind)
 
     def unstack(self) -> tuple[TensorView, ...]:
         """The sub-views along axis 0, of which there must be at least one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import struct
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.render import THREADS, flatten
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__({THREADS})
 def _module(dtype: str, device: int) -> Module:
     reasons: dict[str, tuple[str, ...]] = {}
     for name in AUTO["cuda"]:
-        backend = get(name)
+        backend: Any = get(name)
         reasons[name] = backend.why_not_compiler()
         if not reasons[name]:
             return backend.load(render_merge_parts(dtype), (MERGE_PARTS,), device, "the merge of parts")
@@ -82,7 +82,7 @@ def merge(call: MergeCall) -> None:
     out = call.out
     if out.dtype.name not in ENUMERATORS:
         raise DtypeError("v", "must be float32, float16 or bfloat16 on a GPU", out.dtype)
-    ops = ops_of(out.device)
+    ops: Any = ops_of(out.device)
     stream = ops.stream(call.stream, call.v[0])
     module = _module(out.dtype.name, out.device.index)
     rows, heads, _ = out.shape
