@@ -115,7 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with parsed arguments. 0: done; 1: --compare found a difference; 2: bad input or something missing."""
+    """Run with parsed arguments.
+
+    Returns
+    -------
+    int
+        0: done; 1: --compare found a difference; 2: bad input or something missing; 130: interrupted.
+    """
     from attnrt.errors import AttnrtError
 
     try:
@@ -124,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"attnrt generate: {error}\n{MISSING}", file=sys.stderr)
     except (AttnrtError, ValueError, OSError) as error:
         print(f"attnrt generate: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
     return 2
 
 

@@ -10,7 +10,7 @@ from .sequence import Sequence
 
 
 class Screen(Protocol):
-    """Where streamed text goes. Calls come in the order open, text*, done* per sequence, ..., end."""
+    """Where streamed text goes. Calls come in the order text*, done per sequence, then end, then close."""
 
     def text(self, seq: Sequence, title: str, new: str) -> None:
         """Show new text of `seq`."""
@@ -19,7 +19,10 @@ class Screen(Protocol):
         """Show that `seq` is complete; `answer` is all of its text."""
 
     def end(self, rows: list[tuple[str, str]]) -> None:
-        """Leave the live part and show the summary."""
+        """Show the summary."""
+
+    def close(self) -> None:
+        """Give the terminal back, whatever has happened; may be called again."""
 
 
 class Silent:
@@ -30,6 +33,8 @@ class Silent:
     def done(self, seq: Sequence, title: str, answer: str) -> None: ...
 
     def end(self, rows: list[tuple[str, str]]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Plain:
@@ -64,6 +69,9 @@ class Plain:
             self._out.write(f"{name + ':':<11}{value}\n")
         self._out.flush()
 
+    def close(self) -> None:
+        self._out.flush()
+
 
 class Rich:
     """A table of the sequences that run, with the end of their text; finished answers scroll away above it."""
@@ -95,17 +103,20 @@ class Rich:
     def end(self, rows: list[tuple[str, str]]) -> None:
         from rich.table import Table
 
-        self._live.stop()
+        self.close()
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         for name, value in rows:
             table.add_row(f"[bold]{name}[/]", value)
         self._console.print(table)
 
+    def close(self) -> None:
+        self._live.stop()
+
     def _refresh(self) -> None:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, padding=(0, 1), expand=True)
+        table = Table(show_header=False, box=None, padding=(0, 1), expand=True)
         table.add_column(width=7)
         table.add_column(ratio=1, no_wrap=True)
         table.add_column(ratio=2, no_wrap=True)

@@ -28,7 +28,7 @@ def recorded_prompts(tmp_path):
 
 @pytest.mark.usefixtures("smollm_file")
 @pytest.mark.parametrize(
-    "options", [("--compare",), ("--draft", "--page-size", "5", "--chunk", "200")], ids=str
+    "options", [("--compare",), ("--draft", "--page-size", "5", "--chunk", "200")], ids=["compare", "draft"]
 )
 def test_batched_generation_equals_transformers(capsys, recorded_prompts, options):
     limit = str(RECORDED["made"]["max_tokens"])
