@@ -78,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--guesses",
         type=_positive,
-        default=6,
+        default=8,
         metavar="N",
-        help="most guesses per sequence and step (default: 6)",
+        help="most guesses per sequence and step (default: 8)",
     )
     serve.add_argument(
         "--streaming",
@@ -122,13 +122,13 @@ def run(args: argparse.Namespace) -> int:
     int
         0: done; 1: --compare found a difference; 2: bad input or something missing; 130: interrupted.
     """
-    from attnrt.errors import AttnrtError
+    import attnrt as at
 
     try:
         return _run(args)
     except ModuleNotFoundError as error:
         print(f"attnrt generate: {error}\n{MISSING}", file=sys.stderr)
-    except (AttnrtError, ValueError, OSError) as error:
+    except (at.AttnrtError, ValueError, OSError) as error:
         print(f"attnrt generate: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130

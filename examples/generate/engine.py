@@ -39,7 +39,7 @@ class EngineOptions:
     chunk: int = 64
     max_batch: int = 8
     draft: int = 0
-    draft_depth: int = 5
+    draft_depth: int = 6
     streaming: tuple[int, int] | None = None
     prefix: bool = True
     kv_dtype: np.dtype | type = np.float32

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attnrt generate` with the real model: transformers' ids through the whole engine, and the command's own manners."""
 
+import ast
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from attnrt.examples import generate
 from attnrt.examples.generate import main
 from attnrt.examples.generate.prompts import read_prompts
 
@@ -83,3 +86,17 @@ def test_prompt_files(tmp_path):
     lines.write_text('"Hi"\n{"text": "x"}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_prompts(lines)
+
+
+def test_the_demo_uses_the_public_surface_and_no_framework():
+    folder = Path(generate.__file__).parent
+    found = set()
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module)
+    assert {name for name in found if name.startswith("attnrt")} == {"attnrt"}
+    others = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
+    assert others == {"attnrt", "numpy", "gguf", "tokenizers", "rich", "ml_dtypes"}

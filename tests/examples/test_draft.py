@@ -38,7 +38,9 @@ def test_verification_is_plain_decoding():
     table = rng.integers(0, 4, (4, 4))
     accepted = 0
     for _ in range(200):
-        tokens = rng.integers(0, 4, rng.integers(2, 40)).tolist()
+        tokens = rng.integers(0, 4, 2).tolist()
+        for _ in range(rng.integers(0, 40)):  # a history that keeps to the rule four times in five
+            tokens.append(int(table[tokens[-2], tokens[-1]] if rng.random() < 0.8 else rng.integers(4)))
         tree = propose(tokens, 7, 4)
 
         def follow(row, tree=tree, tokens=tokens):
