@@ -38,9 +38,6 @@ INT_MAX = 2**31 - 1
 _INT32 = np.dtype(np.int32)
 _DEVICE_TYPES = (2, 13)  # DLPack: CUDA, CUDA managed
 
-_iota = np.arange(0, dtype=np.int32)
-_zeros = np.zeros(0, dtype=np.int32)
-
 
 def frozen(array: np.ndarray) -> np.ndarray:
     """The array itself, made read-only."""
@@ -48,11 +45,15 @@ def frozen(array: np.ndarray) -> np.ndarray:
     return array
 
 
+_iota = frozen(np.arange(4096, dtype=np.int32))
+_zeros = frozen(np.zeros(4096, dtype=np.int32))
+
+
 def iota(count: int) -> np.ndarray:
     """Read-only int32 [count], 0, 1, 2, ...: a view of one growing array."""
     global _iota
     if count > len(_iota):
-        _iota = frozen(np.arange(max(4096, 2 * count), dtype=np.int32))
+        _iota = frozen(np.arange(2 * count, dtype=np.int32))
     return _iota[:count]
 
 
@@ -60,7 +61,7 @@ def zeros(count: int) -> np.ndarray:
     """Read-only int32 [count] of 0: a view of one growing array."""
     global _zeros
     if count > len(_zeros):
-        _zeros = frozen(np.zeros(max(4096, 2 * count), dtype=np.int32))
+        _zeros = frozen(np.zeros(2 * count, dtype=np.int32))
     return _zeros[:count]
 
 

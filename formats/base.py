@@ -36,7 +36,7 @@ class Requests:
     ----------
     qo_lens, kv_lens : int32 [num_requests]
         Queries and keys of each request, this step's tokens included; where ``bound_kv_lens`` is set, kv_lens are host
-        upper bounds.
+        upper bounds. The length of the whole sequence: a pruned list (chosen tokens or pages, a window) holds fewer keys.
     bound_kv_lens : device array int32 [num_requests] or None
         True lengths, read by every run; ``0 <= bound <= kv_lens``. Queries' positions move with them.
     """

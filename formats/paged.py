@@ -123,6 +123,10 @@ def block_table(
     The other parameters, the errors and the result are those of ``paged``.
     """
     size = page_size_of(page_size)
+    if native is not None and qo_pos is None and kv_pos is None and max_kv_lens is None:
+        read = native.table(qo_indptr, table, kv_lens, size)
+        if read is not None:
+            return _from_native(size, len(kv_lens), *read)
     on_device = is_device(table)
     if on_device:
         (rows, width), indices = flat_bound("table", table, ndim=2)

@@ -68,6 +68,35 @@ def test_one_changed_number_is_judged_alike(kit, data):
             assert np.array_equal(getattr(f.paged(*args, b.size), name), getattr(slow, name))
 
 
+@given(data=st.data())
+def test_tables(kit, data):
+    b = data.draw(kit.batches())
+    width = max(b.counts, default=0) + 1
+    wide = b.rng.integers(-(2**31), 2**31 - 1, (2 * b.n, width + 2)).astype(np.int32)
+    table = wide[::2, 1 : 1 + width]
+    for r in range(b.n):
+        live = -(-b.kv_lens[r] // b.size)
+        table[r, :live] = b.indices[b.kv_indptr[r] : b.kv_indptr[r] + live]
+    qo_indptr, _, _, kv_lens = arrays(b)
+    read = native.table(qo_indptr, table, kv_lens, b.size)
+    assert read is not None
+    fast = f.block_table(qo_indptr, table, kv_lens, b.size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_module, "native", None)
+        slow = f.block_table(qo_indptr, table, kv_lens, b.size)
+    assert kit.seen(fast) == kit.seen(slow) == kit.by_hand(b)
+    assert fast.max_block == slow.max_block and np.array_equal(fast.indices, slow.indices)
+    if b.n:
+        kv_lens[0] = width * b.size + 1
+        assert native.table(qo_indptr, table, kv_lens, b.size) is None
+        kv_lens[0] = 1
+        table[0, 0] = -2
+        assert native.table(qo_indptr, table, kv_lens, b.size) is None
+        assert native.table(qo_indptr, table.astype(np.int64), kv_lens, b.size) is None
+        assert native.table(qo_indptr, wide[::2, ::2], kv_lens, b.size) is None
+        assert native.table(qo_indptr[:-1].copy(), table, kv_lens, b.size) is None
+
+
 def test_what_it_leaves_to_the_readable_way(kit):
     good = [np.array(x, np.int32) for x in ([0, 1, 2], [0, 1, 2], [1, 0], [2, 2])]
     assert native.paged(*good, 2) is not None
