@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import attnrt.variants as av
@@ -52,7 +53,7 @@ def ptx(source: str, arch: str) -> str:
     return text.decode()
 
 
-def every_operation(score, ctx, *, table, gain=1.0, count=3, wide: int64 = 1):
+def every_operation(score, ctx, *, table, gain=1.0, count=3, wide: np.int64 = 1):
     """Uses each operation of expr.py once, in all types that have it."""
     i, j, slot = ctx.qo_pos, ctx.kv_pos, ctx.kv_slot + wide
     ints = (
