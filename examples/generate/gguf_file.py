@@ -67,11 +67,19 @@ class GGUFFile:
             self.fields[key] = self._value(self._scalar("I"))
         self.tensors = self._tensor_infos(num_tensors)
 
+    def field(self, key: str) -> Any:
+        """Return a header value; ValueError if the file lacks it."""
+        if key not in self.fields:
+            raise ValueError(f"the model file's header has no {key!r}")
+        return self.fields[key]
+
     def array(self, name: str) -> np.ndarray:
         """Return the tensor `name` as float32 in its shape, slowest axis first (a weight is [out, in])."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize, quant_shape_to_byte_shape
 
+        if name not in self.tensors:
+            raise ValueError(f"the model file has no tensor {name!r}")
         info = self.tensors[name]
         kind = GGMLQuantizationType(info.kind)
         if kind is GGMLQuantizationType.F32:

@@ -54,7 +54,7 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
             prompts.append(
                 _from_json(json.loads(line), system) if as_json else question(line.strip(), system)
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
@@ -67,10 +67,21 @@ def _from_json(value: Any, system: str | None) -> Prompt:
     if not isinstance(value, dict) or ("messages" in value) == ("prompt" in value):
         raise ValueError('expected a string, or an object with either "messages" or "prompt"')
     limit = value.get("max_tokens")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ValueError(f'"max_tokens" must be an integer of at least 1, not {limit!r}')
     if "prompt" in value:
+        if not isinstance(value["prompt"], str):
+            raise ValueError(f'"prompt" must be a string, not {value["prompt"]!r}')
         return Prompt(title=_title(value["prompt"]), raw=value["prompt"], max_tokens=limit)
-    messages = [{"role": m["role"], "content": m["content"]} for m in value["messages"]]
+    messages = value["messages"]
+    if not isinstance(messages, list) or not messages or not all(_is_message(m) for m in messages):
+        raise ValueError('"messages" must be a list of objects with the strings "role" and "content"')
+    messages = [{"role": m["role"], "content": m["content"]} for m in messages]
     return Prompt(title=_title(messages[-1]["content"]), messages=messages, max_tokens=limit)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in ("role", "content"))
 
 
 def _title(text: str) -> str:

@@ -23,13 +23,13 @@ class Tokenizer:
     def __init__(self, file: GGUFFile) -> None:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-        fields = file.fields
-        if fields["tokenizer.ggml.model"] != "gpt2":
+        kind = (file.field("tokenizer.ggml.model"), file.field("tokenizer.ggml.pre"))
+        if kind != ("gpt2", "smollm"):
             raise ValueError(
-                f"tokenizer {fields['tokenizer.ggml.model']!r}: only byte-level BPE ('gpt2') is known here"
+                f"tokenizer {kind}: only byte-level BPE split like SmolLM's, ('gpt2', 'smollm'), is known here"
             )
-        tokens = fields["tokenizer.ggml.tokens"]
-        merges = [tuple(m.split(" ", 1)) for m in fields["tokenizer.ggml.merges"]]
+        tokens = file.field("tokenizer.ggml.tokens")
+        merges = [tuple(m.split(" ", 1)) for m in file.field("tokenizer.ggml.merges")]
         self._bpe = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
         # "smollm" splits every digit off before GPT-2's pattern.
         self._bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -39,7 +39,7 @@ class Tokenizer:
             ]
         )
         self._bpe.decoder = decoders.ByteLevel()
-        kinds = fields["tokenizer.ggml.token_type"]
+        kinds = file.field("tokenizer.ggml.token_type")
         self._bpe.add_special_tokens(
             [
                 AddedToken(t, special=True, normalized=False)
@@ -47,8 +47,8 @@ class Tokenizer:
                 if k == _CONTROL
             ]
         )
-        self._template = fields.get("tokenizer.chat_template", "")
-        self.eos: int = fields["tokenizer.ggml.eos_token_id"]
+        self._template = file.field("tokenizer.chat_template")
+        self.eos: int = file.field("tokenizer.ggml.eos_token_id")
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; the names of control tokens in it become those tokens."""

@@ -59,18 +59,20 @@ def read_config(file: GGUFFile) -> ModelConfig:
     fields = file.fields
     if fields.get("general.architecture") != "llama":
         raise ValueError(f"architecture {fields.get('general.architecture')!r}: only 'llama' is known here")
-    heads = fields["llama.attention.head_count"]
+    if "rope_freqs.weight" in file.tensors or "llama.rope.scaling.type" in fields:
+        raise ValueError("the model scales its rotations, which is not known here")
+    heads, hidden = file.field("llama.attention.head_count"), file.field("llama.embedding_length")
     return ModelConfig(
-        num_layers=fields["llama.block_count"],
-        hidden=fields["llama.embedding_length"],
-        ffn=fields["llama.feed_forward_length"],
+        num_layers=file.field("llama.block_count"),
+        hidden=hidden,
+        ffn=file.field("llama.feed_forward_length"),
         num_qo_heads=heads,
         num_kv_heads=fields.get("llama.attention.head_count_kv", heads),
-        head_dim=fields["llama.embedding_length"] // heads,
-        vocab=len(fields["tokenizer.ggml.tokens"]),
-        context=fields["llama.context_length"],
+        head_dim=fields.get("llama.attention.key_length", hidden // heads),
+        vocab=len(file.field("tokenizer.ggml.tokens")),
+        context=file.field("llama.context_length"),
         rope_theta=fields.get("llama.rope.freq_base", 10000.0),
-        rms_eps=fields["llama.attention.layer_norm_rms_epsilon"],
+        rms_eps=file.field("llama.attention.layer_norm_rms_epsilon"),
     )
 
 

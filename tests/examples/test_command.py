@@ -83,9 +83,18 @@ def test_prompt_files(tmp_path):
     )
     hi, raw, chat = read_prompts(lines)
     assert (hi.messages[0]["content"], raw.raw, raw.max_tokens, chat.title) == ("Hi", "1, 2,", 3, "x")
-    lines.write_text('"Hi"\n{"text": "x"}\n')
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"text": "x"}', '{"prompt": 3}', '{"messages": []}', '{"messages": [{"role": "user"}]}', "7", "{",
+     '{"prompt": "x", "max_tokens": 0}', '{"prompt": "x", "messages": []}'],
+)  # fmt: skip
+def test_a_bad_line_of_a_prompt_file_is_named(tmp_path, line):
+    path = tmp_path / "b.jsonl"
+    path.write_text(f'"Hi"\n{line}\n')
     with pytest.raises(ValueError, match="line 2"):
-        read_prompts(lines)
+        read_prompts(path)
 
 
 def test_the_demo_uses_the_public_surface_and_no_framework():
