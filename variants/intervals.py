@@ -59,6 +59,12 @@ def _as_interval(part: Node, lows: list[Node], highs: list[Node]) -> bool:
         return False
     a, b = part.args
     strict = 1 if part.op == "lt" else 0
+    centre = _centre(a) if part.op != "eq" and b.level <= ROW else None
+    if centre is not None:
+        reach = sat_sub(b, strict) if strict else b
+        lows.append(sat_sub(centre, reach))
+        highs.append(sat_add(centre, reach))
+        return True
     solved = _solve(b, a, -strict)  # b >= a + strict
     if solved is None:
         flipped = _solve(a, b, strict)  # a <= b - strict
@@ -72,6 +78,15 @@ def _as_interval(part: Node, lows: list[Node], highs: list[Node]) -> bool:
     else:
         (lows if is_low else highs).append(end)
     return True
+
+
+def _centre(node: Node) -> Node | None:
+    """x of an expression ``abs(kv_pos - x)`` or ``abs(x - kv_pos)`` whose x is a value of the row."""
+    if node.op != "abs" or node.args[0].op != "sub":
+        return None
+    left, right = node.args[0].args
+    other = right if left is CTX.kv_pos else left if right is CTX.kv_pos else None
+    return other if other is not None and other.level <= ROW else None
 
 
 def _solve(term: Node, other: Node, slack: int) -> tuple[bool, Node] | None:

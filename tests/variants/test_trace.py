@@ -51,6 +51,22 @@ def test_mask_with_bounds(kit):
     assert both.variant.visible_range(30, 40, {"reach": -1}) == (None, 40)
 
 
+@pytest.mark.parametrize("reach", [-1, 0, 3, 2**31 - 1])
+@pytest.mark.parametrize("strict", [False, True])
+def test_distance_masks_are_intervals(reach, strict, kit):
+    @av.mask
+    def near(ctx, reach: int):
+        distance = abs(ctx.kv_pos - ctx.qo_pos)
+        return distance < reach if strict else distance <= reach
+
+    both = kit.both(near, reach=reach)
+    c = kit.contexts(2000, np.random.default_rng(1), span=12)
+    distance = np.abs(c["qo_pos"].astype(int) - c["kv_pos"])
+    want = distance < reach if strict else distance <= reach
+    assert both.variant.mask_is_interval
+    assert (both.native.mask(c)[0] == want).all() and (both.numpy.mask(kit.fields(c)) == want).all()
+
+
 def test_block_local_mask_is_not_an_interval_but_a_document_mask_by_start_is():
     @av.mask
     def local(ctx):
