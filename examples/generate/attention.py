@@ -78,12 +78,12 @@ class StepAttention:
         index = formats.paged(
             batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens, page_size=page_size
         )
+        if self._share_tokens is not None and not self._streaming:
+            index = formats.share(index, min_tokens=self._share_tokens)
         if self._tree:
             index = formats.tree(index, parents=batch.parents)
         if self._streaming:
             index = formats.streaming(index, *self._streaming)
-        elif self._share_tokens is not None:
-            index = formats.share(index, min_tokens=self._share_tokens)
         return index
 
     def attend(

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+import attnrt as at
 from attnrt.examples.generate.attention import StepAttention
 from attnrt.examples.generate.compare import compare
 from attnrt.examples.generate.dense import DenseCache, causal, sinks_and_recent
@@ -169,12 +170,16 @@ def test_a_rounded_cache_equals_dense_attention_over_rounded_keys(tiny):
     assert exact.max_logit_difference > result.max_logit_difference
 
 
-def test_a_shared_prefix_part_changes_no_bit(tiny):
+@pytest.mark.parametrize("draft", [0, 4])
+def test_a_shared_prefix_part_changes_no_bit(tiny, draft, monkeypatch):
     prompts = make_prompts(11)
-    plain = make_engine(tiny, page_size=4, keep_logits=True)
-    shared = make_engine(tiny, page_size=4, keep_logits=True, share=8)
+    seen, share = [], at.formats.share
+    monkeypatch.setattr(at.formats, "share", lambda *args, **kw: seen.append(share(*args, **kw)) or seen[-1])
+    plain = make_engine(tiny, page_size=4, keep_logits=True, draft=draft)
+    shared = make_engine(tiny, page_size=4, keep_logits=True, draft=draft, share=8)
     for a, b in zip(serve(plain, prompts), serve(shared, prompts), strict=True):
         np.testing.assert_array_equal(np.stack(a.logits), np.stack(b.logits))
+    assert len(seen) == len(shared.steps) and max(len(index.parts) for index in seen) > 1
 
 
 @pytest.mark.parametrize(
