@@ -128,14 +128,15 @@ def _lists(parts: tuple[BlockSparse, ...], req_class: np.ndarray, units: int) ->
     order = order[np.argsort(group, kind="stable")]
     begin = np.concatenate(([0], np.cumsum(np.bincount(group, minlength=len(rank)))))
     row = signature[order[begin[:-1]], :-1]
-    lo, hi = (np.zeros((len(rank), units, count), np.int64) for _ in range(2))
+    shape = (len(rank), units, count)
+    lo3, hi3 = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for p, part in enumerate(parts):
         here = np.flatnonzero(row[:, p] >= 0)
         rows = row[here, p]
         offset = part.kv_offset[rows].astype(np.int64)[:, None]
-        lo[here, :, p] = offset + part.kv_begin.reshape(-1, part.heads)[rows]
-        hi[here, :, p] = offset + part.kv_end.reshape(-1, part.heads)[rows]
-    lo, hi = lo.reshape(-1, count), hi.reshape(-1, count)
+        lo3[here, :, p] = offset + part.kv_begin.reshape(-1, part.heads)[rows]
+        hi3[here, :, p] = offset + part.kv_end.reshape(-1, part.heads)[rows]
+    lo, hi = lo3.reshape(-1, count), hi3.reshape(-1, count)
     by_offset = np.argsort(np.where(lo < hi, lo, np.iinfo(np.int64).max), axis=1, kind="stable")
     empty = lo >= hi
     lo[empty] = hi[empty] = 0

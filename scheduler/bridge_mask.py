@@ -44,27 +44,28 @@ def bridge_mask(
         return None, None, None
     if all(isinstance(parts[p].mask, np.ndarray) for p in masked):
         return _host_mask(parts, gaps)
-    (p,) = masked if len(masked) == 1 else (None,)
+    part = parts[min(masked)]
+    if len(masked) > 1 or part.mask_offset is None or part.mask_begin is None:
+        raise _bound()
     offsets, begins = [], []
     for gap in gaps:
         offset, begin = np.full(len(gap.qo_rows), -1, np.int64), 0
         for segments in gap.segments:
             for i, s in enumerate(segments):
-                if s.part != p:
+                if parts[s.part] is not part:
                     continue
-                begin = int(parts[p].mask_begin[s.row])
+                begin = int(part.mask_begin[s.row])
                 if i + 1 != len(segments) or (begin < s.lo and i):
-                    p = None
-                    break
-                places = _places(parts[p], s, gap.qo_rows)
-                offset = parts[p].mask_offset[places]
+                    raise _bound()  # keys of other parts would read its bits
+                offset = part.mask_offset[_places(part, s, gap.qo_rows)]
         offsets.append(offset)
         begins.append(begin)
-    if p is None:
-        raise UnsupportedError(
-            "index.mask", "must be a host array where a composite's cut lies inside a leaf", None, HINT
-        )
-    return parts[p].mask, np.concatenate(offsets), np.asarray(begins, np.int32)
+    return part.mask, np.concatenate(offsets), np.asarray(begins, np.int32)
+
+
+def _bound() -> UnsupportedError:
+    rule = "must be a host array where a composite's cut lies inside a leaf"
+    return UnsupportedError("index.mask", rule, None, HINT)
 
 
 def _places(part: BlockSparse, s: Segment, qo_rows: np.ndarray) -> np.ndarray:
@@ -86,7 +87,7 @@ def _host_mask(parts: tuple[BlockSparse, ...], gaps: list[Gap]) -> tuple[np.ndar
         rows = np.ones((len(gap.qo_rows), hi - lo), bool)
         for s in {s for segs in gap.segments for s in segs}:
             part = parts[s.part]
-            if part.mask is None:
+            if part.mask is None or part.mask_offset is None or part.mask_begin is None:
                 continue
             start = int(part.mask_begin[s.row])
             keys = np.arange(max(s.lo, start), s.hi, dtype=np.int64)

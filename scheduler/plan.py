@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt.formats.base import BlockSparse, Composite
 from attnrt.scheduler.align import align
 from attnrt.scheduler.assign import LPT, OneCtaPerRequest, RoundRobin, find
 from attnrt.scheduler.base import Plan, Traits
@@ -23,7 +24,7 @@ TREES = ("sequential", "pairwise")
 DETERMINISM = ("batch", "token", "run")
 
 _NATIVE = (LPT, RoundRobin, OneCtaPerRequest)
-_NO_LIMITS = (None,)
+_NO_LIMITS: tuple[Any, ...] = (None,)
 _reaches: dict[int, tuple[Any, tuple[int | None, int | None] | None]] = {}
 
 
@@ -68,6 +69,15 @@ def make_plan(
     """
     if tree not in TREES:
         raise ArgumentError("tree", f"must be one of {TREES}", repr(tree))
+    if not isinstance(traits, Traits):
+        raise ArgumentError(
+            "traits", "must be Traits", type(traits).__name__, "Traits.of('h200'), or a backend's own."
+        )
+    if not isinstance(index, (BlockSparse, Composite)):
+        raise ArgumentError("index", "must come from attnrt.formats", type(index).__name__)
+    for part in index.parts:
+        if part.heads not in (1, spec.num_kv_heads):
+            raise ArgumentError("index", f"must have lists for 1 or {spec.num_kv_heads} KV heads", part.heads)
     if deterministic != "batch":
         _check_level(deterministic, traits)
     num_rows = index.num_qo if pad_to is None else _rows(index, pad_to)

@@ -8,17 +8,27 @@ and kept (by identity, for frozen values), pointers come from ``from_buffer``, a
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
 
-from attnrt.errors import LimitError
+from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS, MergeList, Traits, WorkList
 from attnrt.scheduler.problem import FAR, Problem, visible_range
+
+_ABI = 2  # of native/planner_abi.h
 
 try:
     from attnrt.scheduler._planner_native import ffi, lib
 except ImportError:  # a checkout that has not been built: the readable planner serves
+    ffi = lib = None
+if lib is not None and getattr(lib, "ATTNRT_PLANNER_ABI", 1) != _ABI:
+    warnings.warn(
+        "attnrt.scheduler._planner_native is out of date and not used; in a checkout run: python setup.py build_ext --inplace",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     ffi = lib = None
 
 if lib is not None:
@@ -35,6 +45,7 @@ __all__ = ["MODES", "can_plan", "plan_native"]
 MODES = {"lpt": 0, "round_robin": 1, "one_cta_per_request": 2}
 
 _NW, _NM = len(WORK_FIELDS), len(MERGE_FIELDS)
+_OUTSIDE = 2
 _MOST_CLASSES = _MOST_SPANS = 8
 _INT32_MAX = (1 << 31) - 1
 _INT32, _empty, _ndarray = np.dtype(np.int32), np.empty, np.ndarray
@@ -152,7 +163,11 @@ def plan_native(
         structs.reserve(len(parts))
         alive = [_fill(structs.parts[i], part, limits[i], ask) for i, part in enumerate(parts)]
     counts = structs.counts
-    if lib.attnrt_plan(p, counts):
+    status = lib.attnrt_plan(p, counts)
+    if status == _OUTSIDE:
+        rule = "must have qo_indptr, request and qo_index within its own queries, requests and rows"
+        raise PlanError("index", rule, None, "index.check() names the array.")
+    if status:
         hint = "These states do not come from cuts: more parts need more slots."
         raise LimitError("max_partial_slots", counts.slots, max_slots, hint)
     del alive, alive_qo, alive_kv
@@ -162,16 +177,17 @@ def plan_native(
 def _fill(out: Any, part: Any, limits: Any, composed: Any) -> Any:
     """Point a struct at a part's arrays; returns what must stay alive until the call is over."""
     indptr, qo_index, kv_pos = part.qo_indptr, part.qo_index, part.kv_pos
-    out.num_rows, out.heads = len(indptr) - 1, part.heads
+    request = part.request
+    out.num_rows, out.heads, out.num_queries = len(indptr) - 1, part.heads, len(request)
     out.qo_indptr = a = _buffer(_INTS, indptr)
     out.qo_index = b = _NULL if qo_index is None else _buffer(_INTS, qo_index)
-    out.request = c = _buffer(_INTS, part.request)
+    out.request = c = _buffer(_INTS, request)
     out.qo_pos = d = _buffer(_INTS, part.qo_pos)
     out.kv_pos = e = _NULL if kv_pos is None else _buffer(_INTS, kv_pos)
     out.kv_begin = f = _buffer(_INTS, part.kv_begin)
     out.kv_end = g = _buffer(_INTS, part.kv_end)
     out.kv_offset = h = _buffer(_INTS, part.kv_offset)
-    more = ()
+    more: Any = ()
     out.limit_lo = out.visible_lo = (
         _NULL  # the planner looks at the lower ends alone to see whether there are any
     )

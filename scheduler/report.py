@@ -87,6 +87,7 @@ def stats(plan: Plan) -> dict[str, float]:
     load = loads(plan)
     makespan, mean = float(load.max(initial=0.0)), float(load.mean())
     spec = plan.spec
+    dim = spec.head_dim if spec.head_dim_vo is None else spec.head_dim_vo
     return {
         "makespan": makespan,
         "mean": mean,
@@ -96,7 +97,7 @@ def stats(plan: Plan) -> dict[str, float]:
         "idle_workers": int((np.diff(plan.work.worker_indptr) == 0).sum()),
         "merge_rows": len(plan.merge),
         "partial_slots": plan.num_slots,
-        "partial_bytes": plan.num_slots * spec.num_qo_heads * (spec.head_dim_vo + 2) * 4,
+        "partial_bytes": plan.num_slots * spec.num_qo_heads * (dim + 2) * 4,
     }
 
 

@@ -176,6 +176,7 @@ def _place(part: BlockSparse, row: int, head: int, lo: int, hi: int) -> tuple[np
     entry = row * part.heads + (head if part.heads > 1 else 0)
     begin = int(part.indptr[entry])
     if part.indices is None:
+        assert part.kv_base is not None
         slots = int(part.kv_base[row]) + j
     elif isinstance(part.indices, np.ndarray):
         block = part.indices[begin + j // C].astype(np.int64)
@@ -184,6 +185,7 @@ def _place(part: BlockSparse, row: int, head: int, lo: int, hi: int) -> tuple[np
         return None
     if part.block_pos is not None:
         return slots, part.block_pos[begin + j // C].astype(np.int64) + j % C
+    assert part.kv_pos is not None
     return slots, int(part.kv_pos[row]) + j
 
 

@@ -83,6 +83,7 @@ class Planner {
   void take(int32_t* out) const;
 
  private:
+  bool in_range(const attnrt_part& part) const;
   void find_tiles();
   void tiles_of(int part, int row, int q_begin, int q_end, int klass);
   void find_keys(Tile& tile) const;
@@ -137,12 +138,28 @@ class Planner {
   std::vector<int32_t> merge_rows, merge_slots, merge_leaves;
 };
 
+// Whether a part's queries are what the tables below are sized for. The builders check this; an index made by hand may
+// not, and a wrong row here would be a write outside.
+bool Planner::in_range(const attnrt_part& part) const {
+  if (part.qo_indptr[0] != 0 || part.qo_indptr[part.num_rows] != part.num_queries) return false;
+  uint32_t bad = 0;
+  for (int r = 0; r < part.num_rows; ++r) bad |= part.qo_indptr[r + 1] < part.qo_indptr[r];
+  for (int q = 0; q < part.num_queries; ++q) bad |= uint32_t(part.request[q]) >= uint32_t(pr->num_requests);
+  if (part.qo_index)
+    for (int q = 0; q < part.num_queries; ++q) bad |= uint32_t(part.qo_index[q]) >= uint32_t(pr->num_rows);
+  else
+    bad |= part.num_queries > pr->num_rows;
+  return bad == 0;
+}
+
 int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
   pr = &problem;
   tr = problem.traits;
   units = 1;
   for (int p = 0; p < pr->num_parts; ++p)
     if (pr->part[p].heads > 1) units = pr->num_kv_heads;
+  for (int p = 0; p < pr->num_parts; ++p)
+    if (!in_range(pr->part[p])) return 2;
   rulers.clear();
   steps.clear();
   for (int i = 0; i < tr->num_classes; ++i) {

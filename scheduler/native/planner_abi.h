@@ -2,10 +2,14 @@
 // What Python and the planner say to each other. Read by cffi as well: declarations only. Arrays are as in
 // formats/base.py.
 
+// Raised with every change below, so that Python notices a library built before it.
+enum { ATTNRT_PLANNER_ABI = 2 };
+
 // One part of the index.
 typedef struct {
   int32_t num_rows;
   int32_t heads;              // lists per block row: 1 or num_kv_heads
+  int32_t num_queries;        // entries of request, qo_pos, qo_index
   const int32_t* qo_indptr;   // [num_rows + 1]
   const int32_t* qo_index;    // [queries] or NULL
   const int32_t* request;     // [queries]
@@ -62,7 +66,8 @@ typedef struct {
   int64_t slots;  // partial slots used; where they do not suffice, the number needed
 } attnrt_counts;
 
-// Plan into this thread's scratch. 0: done; 1: max_slots do not suffice even without a cut.
+// Plan into this thread's scratch. 0: done; 1: max_slots do not suffice even without a cut;
+// 2: qo_indptr, request or qo_index point outside.
 int attnrt_plan(const attnrt_problem* problem, attnrt_counts* counts);
 
 // Copy the last plan of this thread: items [items * 14], worker_indptr [num_workers + 1], merge rows [merges * 5],

@@ -220,6 +220,12 @@ def test_bad_arguments_are_named():
         with pytest.raises(ArgumentError) as caught:
             make_plan(s, index, t, **more)
         assert caught.value.label == next(iter(more))
+    with pytest.raises(ArgumentError):
+        make_plan(s, [1, 2], t)
+    with pytest.raises(ArgumentError):
+        make_plan(s, index, "h200")
+    with pytest.raises(ArgumentError):
+        make_plan(plan_cases.spec(6, 3), plan_cases.paged([1], [9], heads=2), t)
     with pytest.raises(UnsupportedError):
         make_plan(s, index, t, deterministic="token")
     token = make_plan(s, index, Traits.of("h200-token"), deterministic="token")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from plan_cases import cases
 
-from attnrt.errors import LimitError
+from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler import plan as plan_module
 from attnrt.scheduler import plan_native
 from attnrt.scheduler.base import Traits
@@ -100,3 +100,23 @@ def test_bound_lengths_keep_what_shorter_requests_may_see(both):
     assert (bound.work["kv_begin"].min() == 0) and set(bound.work["kv_end"]) == {900, 700}
     exact = make_plan(plan_cases.spec(left=64, right=0), index, plan_cases.traits(1))
     assert set(exact.work["kv_begin"]) == {899 - 64, 696 - 64}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"request": [0, 0, 2]},
+        {"request": [0, -1, 1]},
+        {"qo_index": [0, 1, 3]},
+        {"qo_index": [-1, 1, 2]},
+        {"qo_indptr": [0, 3, 2]},
+        {"qo_indptr": [0, 1, 9]},
+        {"qo_indptr": [1, 2, 3]},
+    ],
+)
+def test_an_index_that_points_outside_is_refused(broken):
+    index = plan_cases.paged([1, 2], [9, 20])
+    arrays = {name: np.asarray(values, np.int32) for name, values in broken.items()}
+    with pytest.raises(PlanError) as caught:
+        make_plan(plan_cases.spec(), plan_cases.replace(index, **arrays), plan_cases.traits())
+    assert caught.value.label == "index"
