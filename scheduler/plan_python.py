@@ -28,6 +28,12 @@ GOOD_BALANCE = 1.05
 #: Nor go on once items outnumber workers by this factor: finer items could not gain much, and planning takes time.
 MANY_ITEMS = 4
 
+#: Cut runs shorter than Algorithm 1 asks only if the longest worker is over the mean by more than this factor,
+BAD_BALANCE = 1.1
+
+#: to these parts of its limit.
+SHORTER_RUNS = (2, 4, 8)
+
 _INT32_MAX = (1 << 31) - 1
 
 
@@ -198,28 +204,46 @@ def _mark_rows(problem: Problem, tiles: list[Tile]) -> None:
 
 
 def _best(problem: Problem, tiles: list[Tile]) -> Candidate:
-    """Try items of fewer and fewer heads; a split of heads needs no merge, so it is preferred to a cut between leaves."""
+    """Items of fewer and fewer heads, then, if the longest worker is still far off, shorter runs; the best of these.
+
+    A split of heads needs no merge, so it comes first. Algorithm 1 alone lets a run be as long as a worker's fair share, which
+    leaves the longest worker up to twice the mean; halving its limit costs merges and is charged for them.
+    """
     traits, heads = problem.traits, problem.num_kv_heads
-    parts = [1]
+    divisors = [1]
     if traits.split_heads and getattr(problem.scheduler, "split_heads", True):
-        parts = [n for n in range(1, heads + 1) if heads % n == 0]
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
     keys = np.asarray([float(tile.keys * tile.heads) for tile in tiles])
     limit = split_limit(problem.scheduler, keys, traits.num_workers)
-    best, best_score = None, math.inf
-    for n in parts:
-        candidate = _candidate(problem, tiles, heads // n, limit)
-        if n < parts[-1] and candidate.longest > GOOD_BALANCE * candidate.mean:
+    best, width = None, heads
+    for n in divisors:
+        width = heads // n
+        candidate = _candidate(problem, tiles, width, limit)
+        if n < divisors[-1] and candidate.longest > GOOD_BALANCE * candidate.mean:
             continue  # one item alone is too long: fewer heads per item must be better
         _assign(problem, candidate)
-        score = candidate.makespan + (traits.fixed * heads if candidate.cuts else 0.0)
-        if best is None or score < best_score:
-            best, best_score = candidate, score
+        best = candidate if best is None or _score(problem, candidate) < _score(problem, best) else best
         if not candidate.cuts and candidate.makespan <= GOOD_BALANCE * candidate.mean:
             break
         if len(candidate.items) >= MANY_ITEMS * traits.num_workers:
             break
     assert best is not None
+    count = len(best.items)
+    for finer in SHORTER_RUNS if not hasattr(problem.scheduler, "split") else ():
+        if best.makespan <= BAD_BALANCE * best.mean or count >= 4 * MANY_ITEMS * traits.num_workers:
+            break
+        candidate = _candidate(problem, tiles, width, limit / finer)
+        if len(candidate.items) <= count:
+            continue  # no leaf to cut at
+        count = len(candidate.items)
+        _assign(problem, candidate)
+        best = candidate if _score(problem, candidate) < _score(problem, best) else best
     return best
+
+
+def _score(problem: Problem, candidate: Candidate) -> float:
+    """Makespan, and what a merge costs."""
+    return candidate.makespan + (problem.traits.fixed * problem.num_kv_heads if candidate.cuts else 0.0)
 
 
 def _candidate(problem: Problem, tiles: list[Tile], heads: int, limit: float) -> Candidate:

@@ -24,6 +24,7 @@ namespace {
 
 constexpr int32_t kDirect = -1;
 constexpr double kGoodBalance = 1.05;
+constexpr double kBadBalance = 1.1;
 constexpr int64_t kManyItems = 4;
 constexpr int64_t kFar = int64_t(1) << 40;
 constexpr int kWorkFields = 14;
@@ -89,6 +90,7 @@ class Planner {
   void find_keys(Tile& tile) const;
   void mark_rows();
   bool best_candidate(int64_t& needed);
+  void keep_if_better(Candidate& c);
   void make_items(Candidate& c, int32_t heads, double limit, int64_t base_slots);
   void cut(Candidate& c, int32_t heads, double limit, int64_t base_slots);
   void cut_tile(const Tile& tile, int64_t longest);
@@ -128,6 +130,7 @@ class Planner {
   std::vector<Run> runs;
   Candidate pool[2];
   Candidate* best = nullptr;
+  Candidate* next = nullptr;  // the other one
   std::vector<int32_t> count, first;
   LongestFirst longest_first;
   Buffer<int32_t> worker_of;
@@ -433,7 +436,7 @@ void Planner::assign_to(Candidate& c, bool by_request) {
   c.makespan = 0.0;  // one candidate only: nobody asks
 }
 
-// 5. Fewer and fewer heads per item; keep the best.
+// 5. Fewer and fewer heads per item, then shorter runs; keep the best.
 
 bool Planner::best_candidate(int64_t& needed) {
   int64_t base_slots = 0, total = 0;
@@ -454,28 +457,44 @@ bool Planner::best_candidate(int64_t& needed) {
   const bool lpt = pr->mode == 0;
   const double limit = lpt ? double(total) / tr->num_workers : std::numeric_limits<double>::infinity();
   const int32_t heads = pr->num_kv_heads, most = lpt && tr->split_heads ? heads : 1;
-  Candidate* next = &pool[0];
   best = nullptr;
-  double best_score = 0.0;
+  next = &pool[0];
+  int32_t width = heads;
   for (int32_t n = 1; n <= most; ++n) {
     if (heads % n) continue;
-    make_items(*next, heads / n, limit, base_slots);
-    if (n < most && next->longest > kGoodBalance * next->mean) continue;
+    width = heads / n;
+    Candidate& c = *next;
+    make_items(c, width, limit, base_slots);
+    if (n < most && c.longest > kGoodBalance * c.mean) continue;
     if (lpt)
-      assign_lpt(*next);
+      assign_lpt(c);
     else
-      assign_to(*next, pr->mode == 2);
-    const double score = next->makespan + (next->cuts ? tr->fixed * heads : 0.0);
-    const bool good = !next->cuts && next->makespan <= kGoodBalance * next->mean;
-    const bool many = int64_t(next->count) >= kManyItems * tr->num_workers;
-    if (!best || score < best_score) {
-      best = next;
-      best_score = score;
-      next = best == &pool[0] ? &pool[1] : &pool[0];
-    }
-    if (good || many) break;
+      assign_to(c, pr->mode == 2);
+    keep_if_better(c);
+    if (!c.cuts && c.makespan <= kGoodBalance * c.mean) break;
+    if (int64_t(c.count) >= kManyItems * tr->num_workers) break;
+  }
+  size_t count = best->count;
+  for (const double finer : {2.0, 4.0, 8.0}) {
+    const bool many = int64_t(count) >= 4 * kManyItems * tr->num_workers;
+    if (!lpt || best->makespan <= kBadBalance * best->mean || many) break;
+    make_items(*next, width, limit / finer, base_slots);
+    if (next->count <= count) continue;
+    count = next->count;
+    assign_lpt(*next);
+    keep_if_better(*next);
   }
   return true;
+}
+
+// Keep `next` as the best, and write the coming candidate over the one that lost.
+void Planner::keep_if_better(Candidate& c) {
+  const auto score = [this](const Candidate& one) {
+    return one.makespan + (one.cuts ? tr->fixed * pr->num_kv_heads : 0.0);
+  };
+  if (best && !(score(c) < score(*best))) return;
+  best = &c;
+  next = best == &pool[0] ? &pool[1] : &pool[0];
 }
 
 // 6. Rows that merge.
