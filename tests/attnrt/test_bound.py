@@ -61,7 +61,9 @@ def test_true_lengths_are_read_by_every_run(backend, name, workers):
         true[:] = lens
         got = results(attn, batch)
         short = replace(
-            case, k=tuple(k[:n] for k, n in zip(case.k, lens)), v=tuple(x[:n] for x, n in zip(case.v, lens))
+            case,
+            k=tuple(k[:n] for k, n in zip(case.k, lens, strict=False)),
+            v=tuple(x[:n] for x, n in zip(case.v, lens, strict=False)),
         )
         same = testing.lay_out(short, page_size=8)
         want = testing.run_batch(short, same, backend, attn=exact)

@@ -6,6 +6,7 @@ A device that runs late is played by host memory whose copies and kernels wait i
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_slots_are_aligned_and_disjoint(backend):
     views += [getattr(part, f.name) for part in loaded.parts for f in fields(part)]
     spans = sorted((x.ptr, x.nbytes) for x in views if isinstance(x, at.TensorView) and x.nbytes)
     assert all(ptr % ALIGN == 0 for ptr, _ in spans)
-    assert all(a + n <= b for (a, n), (b, _) in zip(spans, spans[1:], strict=False)), "slots overlap"
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans)), "slots overlap"
 
 
 def test_guard_words_stay(backend):
