@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnrt.backends.base import AppendCall
+from attnrt.backends.base import AppendCall, PagedView
 from attnrt.errors import ArgumentError, CaptureError, PlanError, UnsupportedError
-from attnrt.operands import as_view, check_last, read_pool, split_kv
+from attnrt.operands import Pool, as_view, check_last, read_pool, split_kv
 from attnrt.tensor import TensorView, view
 
 if TYPE_CHECKING:
-    from attnrt.formats.base import BlockSparse
     from attnrt.runtime import Runtime
     from attnrt.scheduler.base import Plan
 
@@ -27,7 +26,7 @@ def append(
     runtime: Runtime, k: Any, v: Any, kv: Any, slots: Any, rope: Any, stream: Any, params: dict[str, Any]
 ) -> None:
     """See Attention.append; the caller holds the lock."""
-    spec, rules = runtime.spec, runtime.rules
+    spec = runtime.spec
     k_cache, v_cache = split_kv(spec, kv)
     rows = _read_rows(runtime, k, "k", spec.head_dim)
     values = None
@@ -39,21 +38,19 @@ def append(
         raise ArgumentError(
             "v", "must be None with shared_kv", type(v).__name__, "V is the start of K's rows"
         )
-    pools = []
     plan = runtime.tenant.loaded.plan if runtime.tenant.loaded is not None else None
-    page = 1 if plan is None else plan.index.page_size
-    for label, cache, dim in (("k_cache", k_cache, spec.head_dim), ("v_cache", v_cache, spec.head_dim_vo)):
-        if cache is None:
-            pools.append((None, None))
-            continue
-        seen = as_view(cache, label, rules.kv_dtype, runtime.device)
-        if seen.readonly or seen.immutable:
-            raise ArgumentError(label, "must be writable", f"a read-only {seen.framework} array")
-        pool = read_pool(spec, seen, label, dim)
-        pools.append((pool, pool.view(seen.ptr, page if slots is None else 1, seen)))
-    pool = pools[0][0]
-    if pools[1][0] is not None and pools[1][0].slots != pool.slots:
-        raise ArgumentError("v_cache", f"must have k_cache's {pool.slots} slots", pools[1][0].slots)
+    pool, k_view = _cache(runtime, k_cache, "k_cache", spec.head_dim)
+    if slots is None and plan is not None and pool.page_size:
+        sizes = {part.block_size[1] for part in plan.index.parts} - {1, pool.page_size}
+        if sizes:
+            raise PlanError(
+                "kv", f"must have pages of {max(sizes)} tokens, as the loaded plan", pool.page_size
+            )
+    v_view = None
+    if v_cache is not None:
+        v_pool, v_view = _cache(runtime, v_cache, "v_cache", spec.head_dim_vo)
+        if v_pool.slots != pool.slots:
+            raise ArgumentError("v_cache", f"must have k_cache's {pool.slots} slots", v_pool.slots)
     handle = 0 if runtime.host and stream is None else runtime.ops.stream(stream, rows)
     if not runtime.host and slots is None and runtime.ops.capturing(handle):
         raise CaptureError("slots", "must be given inside a capture", None, "append() may not copy there")
@@ -63,8 +60,8 @@ def append(
     call = AppendCall(
         k=rows,
         v=values,
-        k_cache=pools[0][1],
-        v_cache=pools[1][1],
+        k_cache=k_view,
+        v_cache=v_view,
         slots=where,
         positions=positions,
         rope=_rope(runtime, rope),
@@ -74,6 +71,15 @@ def append(
     )
     if rows.shape[0]:
         kernel.append(call)
+
+
+def _cache(runtime: Runtime, x: Any, label: str, dim: int) -> tuple[Pool, PagedView]:
+    """A cache that may be written; a pool of slots has pages of one."""
+    seen = as_view(x, label, runtime.rules.kv_dtype, runtime.device)
+    if seen.readonly or seen.immutable:
+        raise ArgumentError(label, "must be writable", f"a read-only {seen.framework} array")
+    pool = read_pool(runtime.spec, seen, label, dim)
+    return pool, pool.view(seen.ptr, 1, seen)
 
 
 def _read_rows(runtime: Runtime, x: Any, label: str, dim: int) -> TensorView:
@@ -197,7 +203,7 @@ def slots_of(plan: Plan) -> tuple[np.ndarray | None, np.ndarray]:
     return (slots if known else None), positions
 
 
-def _part_slots(part: BlockSparse, rows: np.ndarray) -> np.ndarray:
+def _part_slots(part: Any, rows: np.ndarray) -> np.ndarray:
     """Slot of each query's own key in one part, -1 if it is not there."""
     count = len(rows)
     block_row = np.repeat(np.arange(part.num_rows), np.diff(part.qo_indptr))
@@ -226,7 +232,7 @@ def _part_slots(part: BlockSparse, rows: np.ndarray) -> np.ndarray:
     return slots
 
 
-def _slots_at(part: BlockSparse, row: np.ndarray, j: np.ndarray, position: np.ndarray) -> np.ndarray:
+def _slots_at(part: Any, row: np.ndarray, j: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Slot of list place j of each row if it is live, no hole, and at ``position``; else -1."""
     live = (j >= part.kv_begin[row]) & (j < part.kv_end[row])
     j = np.where(live, j, 0)

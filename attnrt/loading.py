@@ -108,7 +108,7 @@ def make_resident(
     """Views of an index whose arrays (``layout.index_arrays``) lie at ``address + at[i]``; ``spots`` is (address, at)."""
     address, at = spots
     make = native.make
-    views = [
+    views: list[Any] = [
         None
         if array is None
         else make(address + spot, array.shape, _LINE, kind, device, owner, "attnrt", False, False)
@@ -116,7 +116,9 @@ def make_resident(
     ]
     width, parts = len(PART_FIELDS), []
     for number, part in enumerate(plan.parts):
-        fields = dict(zip(PART_FIELDS, views[2 + number * width : 2 + (number + 1) * width], strict=True))
+        fields: dict[str, Any] = dict(
+            zip(PART_FIELDS, views[2 + number * width : 2 + (number + 1) * width], strict=True)
+        )
         if bound:
             fields |= {name: view for (owner_part, name), view in bound.items() if owner_part == number}
         parts.append(PartViews(block_size=part.block_size[1], heads=part.heads, **fields))

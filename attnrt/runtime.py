@@ -57,14 +57,14 @@ class Runtime:
         self.deterministic = deterministic
         self.rules = Rules.of(spec, device)
         self.host = workspace.ops.direct
-        self.kernel: Kernel | None = None
+        self.kernel: Any = None  # the loaded plan's Kernel
         self._kernels: dict[Features, Kernel] = {}
         self._traits: dict[Features, Traits] = {}
         self._planning: dict[Traits, Traits] = {}
         self._forms: dict[bytes, Form] = {}
         self._pools: dict[tuple[Form, int, int], tuple[Any, Any]] = {}
         self._defaults: Any = None
-        self._needs: Needs | None = None
+        self._needs: Any = None  # the loaded plan's Needs
         self._own_slots: tuple[Plan, Any] | None = None
         self._epoch = 0
 
@@ -173,9 +173,9 @@ class Runtime:
 
     def profile(self, q: Any, kv: Any, sm_scale: float | None, stream: Any, params: dict[str, Any]) -> Any:
         """See Attention.profile."""
-        measure = getattr(self.kernel, "profile", None)
+        measure: Any = getattr(self.kernel, "profile", None)
         if self.kernel is not None and measure is None:
-            why = {self.backend.name: ("cannot time single items",)}
+            why: dict[str, tuple[str, ...]] = {self.backend.name: ("cannot time single items",)}
             raise UnsupportedError("profile", "needs a backend that measures", reasons=why)
         if not self.lock.acquire(blocking=False):
             raise _busy("profile")
@@ -216,16 +216,17 @@ class Runtime:
         capturing = not self.host and self.ops.capturing(handle)
         if capturing:
             self._check_capture(out, lse, return_lse)
-        out_view, lse_view = form.out, form.lse
+        out_view: Any = form.out
+        lse_view: Any = form.lse
         if out is None:
             out = empty_like_caller(
                 form.q, (form.q.shape[0], spec.num_qo_heads, spec.head_dim_vo), self.rules.out_dtype
             )
             out_view = view(out)
         else:
-            out_view = at(form.out, ptrs[3], out)
+            out_view = at(out_view, ptrs[3], out)
         if lse is not None:
-            lse_view = at(form.lse, ptrs[4], lse)
+            lse_view = at(lse_view, ptrs[4], lse)
         elif want_lse:
             lse = empty_like_caller(form.q, (form.q.shape[0], spec.num_qo_heads), self.rules.lse_dtype)
             lse_view = view(lse)
@@ -253,13 +254,13 @@ class Runtime:
             views = tuple(None if x is None else view(x) for x in (q, k, v, out, lse))
             return form, tuple(0 if x is None else x.ptr for x in views), views
         key, ptrs = found
-        form = self._forms.get(key)
-        if form is None:
-            form = read_form(self.rules, q, k, v, out, lse)
+        known = self._forms.get(key)
+        if known is None:
+            known = read_form(self.rules, q, k, v, out, lse)
             if len(self._forms) >= REMEMBER:
                 self._forms.clear()
-            self._forms[key] = form
-        return form, ptrs, (q, k, v, out, lse)
+            self._forms[key] = known
+        return known, ptrs, (q, k, v, out, lse)
 
     def _launch(self, call: Call, handle: int) -> None:
         kernel, loaded, tenant = self.kernel, call.loaded, self.tenant

@@ -43,12 +43,12 @@ class AttentionSpec:
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
-    head_dim_vo: int | None = None
+    head_dim_vo: int = None  # type: ignore[assignment]  # filled in by __post_init__
     q_dtype: Any = "bfloat16"
     kv_dtype: Any = None
     out_dtype: Any = None
     variant: Any = None
-    sm_scale: float | None = None
+    sm_scale: float = None  # type: ignore[assignment]  # filled in by __post_init__
     kv_layout: str = "NHD"
     shared_kv: bool = False
 

@@ -113,8 +113,8 @@ def poison(case: Case, backend: Any, **layout: Any) -> None:
 
 def placement(case: Case, backend: Any, **layout: Any) -> None:
     """Other physical pages: same bits."""
-    results = [run_batch(case, lay_out(case, **layout, seed=seed), backend) for seed in (1, 2)]
-    same(*results, "moving pages")
+    first, second = (run_batch(case, lay_out(case, **layout, seed=seed), backend) for seed in (1, 2))
+    same(first, second, "moving pages")
 
 
 def layout_invariance(case: Case, backend: Any, **layout: Any) -> None:

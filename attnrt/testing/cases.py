@@ -227,7 +227,7 @@ def save_case(path: str, case: Case) -> None:
             arrays[f"{name}{i}"] = np.ascontiguousarray(one).view(f"u{one.dtype.itemsize}")
     for name, value in case.params.items():
         arrays[f"param_{name}"] = np.asarray(value)
-    np.savez(path, **arrays)
+    np.savez(path, **arrays)  # type: ignore[arg-type]
 
 
 def load_case(path: str, variant: Any = None) -> Case:

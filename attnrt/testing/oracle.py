@@ -150,7 +150,7 @@ def _context(part: BlockSparse, query: int, row: int, head: int) -> dict[str, An
     }
 
 
-def _list(part: BlockSparse, block_row: int, query: int, head: int) -> tuple[np.ndarray, np.ndarray]:
+def _list(part: Any, block_row: int, query: int, head: int) -> tuple[np.ndarray, np.ndarray]:
     """Slots and positions of the listed, live, unmasked keys of one query."""
     size = part.block_size[1]
     cell = block_row * part.heads + head

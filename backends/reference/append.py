@@ -22,11 +22,11 @@ def append_rows(call: AppendCall) -> None:
     live = (slots >= 0) & (slots < call.k_cache.num_pages * call.k_cache.page_size)
     rows = np.flatnonzero(live)
     k = call.k.numpy()[rows].astype(np.float64)
-    if call.rope is not None and len(rows):
+    if call.rope is not None and call.positions is not None and len(rows):
         ctx = {"kv_pos": call.positions.numpy()[rows][:, None], "kv_head": np.arange(k.shape[1])[None]}
         k = call.rope.key(ctx, k)
     _put(call.k_cache, call.k, k, slots[rows], call.k_scale)
-    if call.v is not None:
+    if call.v is not None and call.v_cache is not None:
         _put(call.v_cache, call.v, call.v.numpy()[rows].astype(np.float64), slots[rows], call.v_scale)
 
 

@@ -205,7 +205,7 @@ def test_a_backend_object_says_why_not():
 
 
 def test_unknown_backend():
-    with pytest.raises(at.ArgumentError, match="Known: .*reference"):
+    with pytest.raises(at.ArgumentError, match=r"Known: .*reference"):
         at.Attention(spec_of(), backend="fastest")
     with pytest.raises(at.ArgumentError, match="backend must be"):
         at.Attention(spec_of(), backend=3)

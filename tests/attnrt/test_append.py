@@ -234,3 +234,24 @@ def test_append_of_nothing(backend):
     kv, (k, values) = caches(attn, 2, 4), rows(0, attn)
     attn.append(k, values, kv)
     assert (kv[0] == 7.0).all()
+
+
+def test_a_pool_that_ends_inside_a_page(backend):
+    """Slots of a last, partial page are as good as any."""
+    attn = make(backend)
+    kv = tuple(np.full((18, 2, dim), 7.0, np.float32) for dim in (16, 8))
+    k, values = rows(1, attn)
+    attn.plan(formats.paged([0, 1], [0, 5], [0, 1, 2, 3, 4], [18], 4))
+    attn.append(k, values, kv)
+    assert (kv[0][17] == k[0]).all() and (kv[1][17] == values[0]).all() and (kv[0][:17] == 7.0).all()
+
+
+def test_page_size_must_be_the_plans(backend):
+    attn = make(backend)
+    attn.plan(formats.paged([0, 1], [0, 2], [0, 1], [7], 4))
+    kv, (k, values) = caches(attn, 8, 2), rows(1, attn)
+    with pytest.raises(at.PlanError, match="pages of 4 tokens"):
+        attn.append(k, values, kv)
+    assert (kv[0] == 7.0).all()
+    attn.append(k, values, kv, slots=[6])
+    assert (tokens(kv[0], "NHD")[6] == k[0]).all()
