@@ -64,6 +64,9 @@ def test_positions(kit, stack):
     index = f.cascade(*(f.paged(*level) for level in levels), qo_pos=qo_pos, kv_pos=[7] * (len(own) - 1))
     for (row, _), (slots, positions, at, _) in kit.seen(index).items():
         assert slots == keys[row] and positions == [7 + j for j in range(len(slots))] and at == qo_pos[row]
+    index = f.cascade(*(f.paged(*level) for level in levels), kv_pos=[7] * (len(own) - 1))
+    for (row, _), (slots, _, at, r) in kit.seen(index).items():
+        assert at == 7 + len(slots) - (own[r + 1] - row)
 
 
 def test_c73_three_levels_of_one_pool(kit):

@@ -23,6 +23,10 @@ def test_sinks_and_windows(kit, data, sinks, recent):
         # In the cache the keys stand side by side, the query on the last of them.
         where = list(range(len(keep)))
         assert cache[row, 0] == ([slots[j] for j in keep], where, len(keep) - 1 if keep else at, r)
+    tile = data.draw(st.integers(2, 5))
+    tiled = f.streaming(index, sinks, recent, tile=tile)
+    assert kit.seen(tiled) == logical
+    assert tiled.num_rows == sum(-(-q // tile) for q in b.qo_lens)
 
 
 @given(data=st.data())
