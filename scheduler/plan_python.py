@@ -18,7 +18,8 @@ import numpy as np
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.assign import check_assignment, split_limit
 from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, WorkList
-from attnrt.scheduler.problem import Problem, visible_range
+from attnrt.scheduler.problem import Problem
+from attnrt.scheduler.tiles import Tile, find_tiles, mark_rows, rows_of, units_of
 
 __all__ = ["GOOD_BALANCE", "MANY_ITEMS", "plan_python"]
 
@@ -35,37 +36,6 @@ BAD_BALANCE = 1.1
 SHORTER_RUNS = (2, 4, 8)
 
 _INT32_MAX = (1 << 31) - 1
-
-
-@dataclass(slots=True, kw_only=True)
-class Tile:
-    """Queries of one block row and class that share a work item, and the keys they may see (offsets in the request)."""
-
-    part: int
-    row: int
-    q_begin: int
-    q_end: int
-    head_begin: int
-    head_end: int
-    klass: int
-    kv_begin: int = 0
-    kv_end: int = 0
-    leaf_begin: int = 0
-    leaf_end: int = 0
-    first: bool = True  # no key of its rows comes before
-    whole: bool = True  # it holds all keys of its rows
-
-    @property
-    def queries(self) -> int:
-        return self.q_end - self.q_begin
-
-    @property
-    def keys(self) -> int:
-        return self.kv_end - self.kv_begin
-
-    @property
-    def heads(self) -> int:
-        return self.head_end - self.head_begin
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,112 +65,13 @@ def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
     PlanError
         A custom scheduler returned something else than an assignment.
     """
-    tiles = _tiles(problem)
-    _mark_rows(problem, tiles)
+    tiles = find_tiles(problem)
+    mark_rows(problem, tiles)
     if len(problem.parts) > 1:
         tiles = [tile for tile in tiles if tile.keys]
     best = _best(problem, tiles)
     work = WorkList(items=np.ascontiguousarray(best.items[best.order]), worker_indptr=best.worker_indptr)
     return work, _merges(problem, tiles, best), best.slots
-
-
-def _tiles(problem: Problem) -> list[Tile]:
-    tiles: list[Tile] = []
-    req_class = problem.req_class
-    for p, part in enumerate(problem.parts):
-        for row in range(part.num_rows):
-            begin, end = int(part.qo_indptr[row]), int(part.qo_indptr[row + 1])
-            for q_begin, q_end, klass in _groups(problem, req_class, p, begin, end):
-                step = max(1, problem.traits.classes[klass].q_tile // problem.group)
-                for q in range(q_begin, q_end, step):
-                    for head in range(part.heads):
-                        heads = (0, problem.num_kv_heads) if part.heads == 1 else (head, head + 1)
-                        tiles.append(
-                            Tile(
-                                part=p,
-                                row=row,
-                                q_begin=q,
-                                q_end=min(q + step, q_end),
-                                head_begin=heads[0],
-                                head_end=heads[1],
-                                klass=klass,
-                            )
-                        )
-    _find_keys(problem, tiles)
-    return tiles
-
-
-def _groups(
-    problem: Problem, req_class: np.ndarray, p: int, begin: int, end: int
-) -> list[tuple[int, int, int]]:
-    """Runs of neighbouring queries with one class and one limit: only these may meet in a tile."""
-    part, limits = problem.parts[p], problem.limits[p]
-    keys = []
-    for q in range(begin, end):
-        cut = (*limits[0][q].tolist(), *limits[1][q].tolist()) if limits else ()
-        keys.append((int(req_class[part.request[q]]), *cut))
-    groups: list[tuple[int, int, int]] = []
-    for i, key in enumerate(keys):
-        if i and key == keys[i - 1]:
-            groups[-1] = (groups[-1][0], begin + i + 1, key[0])
-        else:
-            groups.append((begin + i, begin + i + 1, key[0]))
-    return groups
-
-
-def _find_keys(problem: Problem, tiles: list[Tile]) -> None:
-    """Fill in each tile's live, visible keys. Keys whose positions are not affine (block_pos) are never cut off."""
-    pos_min, pos_max = np.zeros(len(tiles), np.int64), np.zeros(len(tiles), np.int64)
-    for i, tile in enumerate(tiles):
-        part = problem.parts[tile.part]
-        positions = part.qo_pos[tile.q_begin : tile.q_end].astype(np.int64)
-        pos_max[i] = positions.max()
-        if (
-            part.requests.bound_kv_lens is not None
-        ):  # true lengths may be shorter, which moves queries to the left
-            positions = positions - part.requests.kv_lens[part.request[tile.q_begin : tile.q_end]]
-        pos_min[i] = positions.min()
-    lows, highs = visible_range(problem.composed, pos_min, pos_max)
-    for i, tile in enumerate(tiles):
-        part, limits = problem.parts[tile.part], problem.limits[tile.part]
-        head = tile.head_begin if part.heads > 1 else 0
-        entry = tile.row * part.heads + head
-        offset = int(part.kv_offset[tile.row])
-        lo, hi = offset + int(part.kv_begin[entry]), offset + int(part.kv_end[entry])
-        if limits is not None:
-            lo, hi = max(lo, int(limits[0][tile.q_begin, head])), min(hi, int(limits[1][tile.q_begin, head]))
-        if part.kv_pos is not None:
-            shift = offset - int(part.kv_pos[tile.row])
-            lo, hi = max(lo, int(lows[i]) + shift), min(hi, int(highs[i]) + shift)
-        if lo < hi:
-            ruler = problem.traits.classes[tile.klass].ruler
-            tile.kv_begin, tile.kv_end = lo, hi
-            tile.leaf_begin, tile.leaf_end = ruler.leaf_of(lo), ruler.leaf_of(hi - 1) + 1
-
-
-def _rows_of(problem: Problem, tile: Tile) -> np.ndarray:
-    qo_index = problem.parts[tile.part].qo_index
-    rows = np.arange(tile.q_begin, tile.q_end)
-    return rows if qo_index is None else qo_index[tile.q_begin : tile.q_end]
-
-
-def _units_of(problem: Problem, tile: Tile) -> slice:
-    return slice(0, 1) if problem.units == 1 else slice(tile.head_begin, tile.head_end)
-
-
-def _mark_rows(problem: Problem, tiles: list[Tile]) -> None:
-    """Find whether a tile holds the first leaf, or all leaves, of each of its rows."""
-    shape = (problem.num_rows, problem.units)
-    count, first = np.zeros(shape, np.int64), np.full(shape, 1 << 31, np.int64)
-    full = [tile for tile in tiles if tile.keys]
-    for tile in full:
-        at = (_rows_of(problem, tile), _units_of(problem, tile))
-        count[at] += 1
-        first[at] = np.minimum(first[at], tile.leaf_begin)
-    for tile in full:
-        at = (_rows_of(problem, tile), _units_of(problem, tile))
-        tile.first = bool((first[at] == tile.leaf_begin).all())
-        tile.whole = bool((count[at] == 1).all())
 
 
 def _best(problem: Problem, tiles: list[Tile]) -> Candidate:
@@ -383,8 +254,8 @@ def _merges(problem: Problem, tiles: list[Tile], best: Candidate) -> MergeList:
     states: dict[tuple[int, int], list[tuple[int, int]]] = {}
     done = np.zeros((problem.num_rows, units), bool)
     for tile, runs in zip(tiles, best.runs, strict=True):
-        unit_range = range(*_units_of(problem, tile).indices(units))
-        for i, row in enumerate(_rows_of(problem, tile).tolist()):
+        unit_range = range(*units_of(problem, tile).indices(units))
+        for i, row in enumerate(rows_of(problem, tile).tolist()):
             for unit in unit_range:
                 done[row, unit] |= runs[0][4] == DIRECT
                 for _, _, leaf_begin, leaf_end, slot, fold in runs:

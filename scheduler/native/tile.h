@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the planner works on: runs of keys, query tiles, items, states, and one way to cut.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "buffer.h"
+
+constexpr int32_t kDirect = -1;
+
+struct Run {
+  int32_t kv_begin, kv_end, leaf_begin, leaf_end, slot, fold;
+};
+
+// Nearest integer, halves to even, at most the largest int32: adding 1.5 * 2^52 leaves no room for a fraction, and
+// unlike nearbyint it is no call.
+int32_t rounded(double cost) {
+  if (cost >= 2147483647.0) return 2147483647;
+  const double shifted = cost + 6755399441055744.0;
+  return int32_t(shifted - 6755399441055744.0);
+}
+
+// A tile is a run as well: all its keys, with the slot and fold of that.
+struct Tile : Run {
+  int32_t part, row, q_begin, q_end, head_begin, head_end, klass;
+  bool first, whole;
+  double cost;  // of one KV head, all keys
+
+  Tile() {}  // no zeroing: every field is set
+
+  int64_t queries() const { return q_end - q_begin; }
+  int64_t keys() const { return int64_t(kv_end) - kv_begin; }
+  int32_t heads() const { return head_end - head_begin; }
+};
+
+struct Item {
+  int32_t tile, run, head;
+};
+
+struct State {
+  int32_t leaf, slot;
+};
+
+// One way to cut and what came of it.
+struct Candidate {
+  std::vector<Run> runs;           // where some tile was cut; else the tiles are the runs
+  std::vector<int32_t> run_begin;  // [tiles + 1]
+  Buffer<Item> items;
+  Buffer<double> costs;
+  Buffer<int32_t> order;
+  std::vector<int32_t> worker_indptr;
+  size_t count = 0;   // items
+  int32_t heads = 1;  // KV heads of an item
+  int64_t slots = 0;
+  int64_t cuts = 0;
+  double makespan = 0.0, mean = 0.0, longest = 0.0;
+};
