@@ -221,13 +221,7 @@ def pages_per_head(
     """
     size = page_size_of(page_size)
     on_device = is_device(pages)
-    if on_device:
-        (n, heads, width), grid = flat_bound("pages", pages, ndim=3)
-    else:
-        grid = host_ints("pages", pages, ndim=3)
-        n, heads, width = grid.shape
-    if heads < 1:
-        raise ArgumentError("pages", "must have at least one KV head", f"shape {[n, heads, width]}")
+    (n, heads, width), grid = _page_grid(pages, on_device)
     listed = host_ints("counts", counts, ndim=2)
     if listed.shape != (n, heads):
         raise ArgumentError(
@@ -332,6 +326,18 @@ def _element_mask(
         rows.append(np.packbits(blocks.reshape(-1), bitorder="little"))
     sizes = np.array([len(bits) for bits in rows], np.int64)
     return frozen(np.concatenate(rows)), frozen((np.cumsum(sizes) - sizes) * 8)
+
+
+def _page_grid(pages: Any, on_device: bool) -> tuple[tuple[int, ...], Any]:
+    """Shape [requests, KV heads, max_pages] and the array: frozen on the host, flat on a device."""
+    if on_device:
+        shape, grid = flat_bound("pages", pages, ndim=3)
+    else:
+        grid = host_ints("pages", pages, ndim=3)
+        shape = grid.shape
+    if shape[1] < 1:
+        raise ArgumentError("pages", "must have at least one KV head", f"shape {list(shape)}")
+    return shape, grid
 
 
 def _head_lens(kv_lens: Any, n: int, heads: int) -> np.ndarray:
