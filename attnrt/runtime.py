@@ -16,7 +16,7 @@ import numpy as np
 from attnrt.backends.base import Call
 from attnrt.device import CPU, Device
 from attnrt.dispatch import require
-from attnrt.errors import ArgumentError, CaptureError, DtypeError, PlanError, UnsupportedError
+from attnrt.errors import ArgumentError, AttnrtError, CaptureError, DtypeError, PlanError, UnsupportedError
 from attnrt.formats.base import Features
 from attnrt.formats.composite import features_of
 from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
@@ -61,7 +61,7 @@ class Runtime:
         self._kernels: dict[Features, Kernel] = {}
         self._traits: dict[Features, Traits] = {}
         self._planning: dict[Traits, Traits] = {}
-        self._forms: dict[bytes, Form] = {}
+        self._forms: dict[Any, Form] = {}
         self._pools: dict[tuple[Form, int, int], tuple[Any, Any]] = {}
         self._defaults: Any = None
         self._needs: Any = None  # the loaded plan's Needs
@@ -248,19 +248,33 @@ class Runtime:
         self, q: Any, k: Any, v: Any, out: Any, lse: Any
     ) -> tuple[Form, tuple[int, ...], tuple[Any, ...]]:
         """The checked form of a run's arrays, their addresses, and what keeps them alive."""
-        found = signature(q, k, v, out, lse)
-        if found is None:  # read in the slow way, which also says what is wrong; never remembered
-            form = read_form(self.rules, q, k, v, out, lse)
-            views = tuple(None if x is None else view(x) for x in (q, k, v, out, lse))
-            return form, tuple(0 if x is None else x.ptr for x in views), views
+        arrays = (q, k, v, out, lse)
+        found: Any = signature(*arrays)
+        if found is None:  # some array is not plainly readable, or is a view already
+            found, arrays = self._slow_signature(arrays)
         key, ptrs = found
         known = self._forms.get(key)
         if known is None:
-            known = read_form(self.rules, q, k, v, out, lse)
+            known = read_form(self.rules, *arrays)
             if len(self._forms) >= REMEMBER:
                 self._forms.clear()
             self._forms[key] = known
-        return known, ptrs, (q, k, v, out, lse)
+        return known, ptrs, arrays
+
+    def _slow_signature(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, tuple[int, ...]], tuple[Any, ...]]:
+        """What ``signature`` says, for any array that can be read at all."""
+        try:
+            views = tuple(None if x is None else view(x) for x in arrays)
+        except AttnrtError:
+            read_form(self.rules, *arrays)  # says the same, naming the argument
+            raise
+        key = tuple(
+            None
+            if x is None
+            else (x.shape, x.strides, x.dtype, x.device, x.framework, x.readonly, x.immutable)
+            for x in views
+        )
+        return (key, tuple(0 if x is None else x.ptr for x in views)), views
 
     def _launch(self, call: Call, handle: int) -> None:
         kernel, loaded, tenant = self.kernel, call.loaded, self.tenant
