@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.base import BlockSparse, Composite
 from attnrt.scheduler.align import align
-from attnrt.scheduler.assign import LPT, OneCtaPerRequest, RoundRobin, find
+from attnrt.scheduler.assign import find
 from attnrt.scheduler.base import Plan, Traits
-from attnrt.scheduler.plan_native import can_plan, plan_native
+from attnrt.scheduler.plan_native import MODES, Facts, can_plan, plan_native
 from attnrt.scheduler.plan_python import plan_python
 from attnrt.scheduler.problem import Problem, classes_of
 
@@ -23,9 +23,8 @@ __all__ = ["TREES", "make_plan"]
 TREES = ("sequential", "pairwise")
 DETERMINISM = ("batch", "token", "run")
 
-_NATIVE = (LPT, RoundRobin, OneCtaPerRequest)
 _NO_LIMITS: tuple[Any, ...] = (None,)
-_reaches: dict[int, tuple[Any, tuple[int | None, int | None] | None]] = {}
+_facts: dict[int, Facts] = {}
 
 
 def make_plan(
@@ -84,26 +83,26 @@ def make_plan(
     slots = traits.max_partial_slots
     if max_partial_slots is not None:
         slots = min(slots, _count("max_partial_slots", max_partial_slots))
-    chosen = find(scheduler)
+    facts = _facts.get(id(spec)) or _new_facts(spec)
     parts, limits = index.parts, _NO_LIMITS
     if len(parts) > 1:
-        aligned = align(parts, classes_of(index.requests, traits, spec.group), traits, spec.num_kv_heads)
+        aligned = align(parts, classes_of(index.requests, traits, facts.group), traits, facts.num_kv_heads)
         parts, limits = aligned.parts, aligned.limits
-    problem = Problem(
-        parts=parts,
-        limits=limits,
-        composed=spec.composed,
-        traits=traits,
-        scheduler=chosen,
-        tree=tree,
-        num_kv_heads=spec.num_kv_heads,
-        group=spec.group,
-        num_rows=num_rows,
-        max_slots=slots,
-    )
-    if chosen.__class__ in _NATIVE and can_plan(traits):
-        work, merge, num_slots = plan_native(problem, _reach(spec))
+    if scheduler.__class__ is str and scheduler in MODES and can_plan(traits):
+        work, merge, num_slots = plan_native(parts, limits, facts, traits, scheduler, tree, num_rows, slots)
     else:
+        problem = Problem(
+            parts=parts,
+            limits=limits,
+            composed=facts.composed,
+            traits=traits,
+            scheduler=find(scheduler),
+            tree=tree,
+            num_kv_heads=facts.num_kv_heads,
+            group=facts.group,
+            num_rows=num_rows,
+            max_slots=slots,
+        )
         work, merge, num_slots = plan_python(problem)
     return Plan(
         spec=spec,
@@ -119,20 +118,20 @@ def make_plan(
     )
 
 
-def _reach(spec: AttentionSpec) -> tuple[int | None, int | None] | None:
-    """How far behind and ahead of itself a query sees; None: the variant has no such answer and is asked query by query."""
-    kept = _reaches.get(id(spec))
-    if kept is not None:
-        return kept[1]
+def _new_facts(spec: AttentionSpec) -> Facts:
+    """What planning needs of a spec, kept by identity: specs are frozen, and hashing one costs more than planning."""
     ask = getattr(spec.composed, "reach", None)
     if ask is not None:
         reach = ask()
     else:
         reach = None if hasattr(spec.composed, "visible_range") else (None, None)
-    if len(_reaches) > 256:
-        _reaches.clear()
-    _reaches[id(spec)] = (spec, reach)  # the reference keeps the id from being used again
-    return reach
+    if len(_facts) > 256:
+        _facts.clear()
+    facts = Facts(
+        spec=spec, composed=spec.composed, num_kv_heads=spec.num_kv_heads, group=spec.group, reach=reach
+    )
+    _facts[id(spec)] = facts  # holds the spec, so its id is not used again
+    return facts
 
 
 def _check_level(deterministic: str, traits: Traits) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ planner's door: a Problem in, the same work list and merge list out as plan_python gives, byte for byte.
+"""The C++ planner's door: a problem in, the same work list and merge list out as plan_python gives, byte for byte.
 
 Written for few Python operations, since at small batches they are most of the time: traits and structs are converted once
 and kept (by identity, for frozen values), pointers come from ``from_buffer``, and all results are views into one buffer.
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS, MergeList, Traits, WorkList
-from attnrt.scheduler.problem import FAR, Problem, visible_range
+from attnrt.scheduler.problem import FAR, visible_range
+
+if TYPE_CHECKING:
+    from attnrt.formats.base import BlockSparse
 
 _ABI = 2  # of native/planner_abi.h
 
@@ -39,7 +42,19 @@ if lib is not None:
         ffi.from_buffer,
     )
 
-__all__ = ["MODES", "can_plan", "plan_native"]
+__all__ = ["MODES", "Facts", "can_plan", "plan_native"]
+
+
+class Facts(NamedTuple):
+    """What planning needs of a spec. ``reach``: a query at p sees keys p - left .. p + right (None: no end); None instead of
+    the pair: ``composed.visible_range`` is asked for every query."""
+
+    spec: Any
+    composed: Any
+    num_kv_heads: int
+    group: int
+    reach: tuple[int | None, int | None] | None
+
 
 #: Schedulers that the C++ planner knows.
 MODES = {"lpt": 0, "round_robin": 1, "one_cta_per_request": 2}
@@ -114,49 +129,50 @@ class _Structs:
             self.first = self.parts[0]
             self.problem.part = self.parts
 
-    def set_key(self, key: Any, traits: Traits) -> None:
-        """Write the fields in ``key``: (id of traits, scheduler, tree, KV heads, group, most slots, reach)."""
-        p = self.problem
-        self.keep = traits  # keeps the id in the key from being used again
+    def set_key(self, key: Any, facts: Facts, traits: Traits, slots: int) -> None:
+        """Write what the key (ids of facts and traits, scheduler, tree, most slots) stands for."""
+        p, reach = self.problem, facts.reach
+        self.keep = facts, traits  # so that the ids in the key are not used again
         p.traits = _traits_struct(traits)
-        _, name, tree, p.num_kv_heads, p.group, slots, reach = key
-        p.mode, p.pairwise, p.max_slots = MODES[name], tree == "pairwise", min(slots, _INT32_MAX)
+        p.num_kv_heads, p.group, p.max_slots = facts.num_kv_heads, facts.group, min(slots, _INT32_MAX)
+        p.mode, p.pairwise = MODES[key[2]], key[3] == "pairwise"
         left, right = reach if reach is not None else (None, None)
         p.left, p.right = FAR if left is None else min(left, FAR), FAR if right is None else min(right, FAR)
         self.key = key
 
 
 def plan_native(
-    problem: Problem, reach: tuple[int | None, int | None] | None
+    parts: tuple[BlockSparse, ...],
+    limits: tuple[Any, ...],
+    facts: Facts,
+    traits: Traits,
+    scheduler: str,
+    tree: str,
+    num_rows: int,
+    max_slots: int,
 ) -> tuple[WorkList, MergeList, int]:
-    """As ``plan_python``, for the schedulers in MODES.
-
-    Parameters
-    ----------
-    problem : Problem
-    reach : (left, right) or None
-        A query at p sees keys p - left .. p + right (None: no end); None instead of the pair: ask
-        ``problem.composed.visible_range`` for every query.
+    """As ``plan_python`` of a Problem of these values, for the schedulers in MODES.
 
     Raises
     ------
     LimitError
+    PlanError
+        The index points outside its own arrays.
     """
     try:
         structs = _local.structs
     except AttributeError:
         structs = _local.structs = _Structs()
-    parts, limits, composed, traits, scheduler, tree, kv_heads, group, num_rows, max_slots = problem
-    key = (id(traits), scheduler.name, tree, kv_heads, group, max_slots, reach)
+    key = (id(facts), id(traits), scheduler, tree, max_slots)
     if key != structs.key:
-        structs.set_key(key, traits)
+        structs.set_key(key, facts, traits, max_slots)
     p, requests = structs.problem, parts[0].requests
-    qo_lens, kv_lens = requests.qo_lens, requests.kv_lens
+    qo_lens = requests.qo_lens
     p.num_parts, p.num_requests, p.num_rows = len(parts), len(qo_lens), num_rows
     p.bound_kv_lens = requests.bound_kv_lens is not None
     p.qo_lens = alive_qo = _buffer(_INTS, qo_lens)
-    p.kv_lens = alive_kv = _buffer(_INTS, kv_lens)
-    ask = composed if reach is None else None
+    p.kv_lens = alive_kv = _buffer(_INTS, requests.kv_lens)
+    ask = facts.composed if facts.reach is None else None
     if len(parts) == 1:
         alive = _fill(structs.first, parts[0], limits[0], ask)
     else:

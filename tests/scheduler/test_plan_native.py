@@ -12,9 +12,11 @@ from plan_cases import cases
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler import plan as plan_module
 from attnrt.scheduler import plan_native
+from attnrt.scheduler.assign import find
 from attnrt.scheduler.base import Traits
 from attnrt.scheduler.plan import make_plan
 from attnrt.scheduler.plan_python import plan_python
+from attnrt.scheduler.problem import Problem
 
 pytestmark = pytest.mark.skipif(plan_native.lib is None, reason="the planner's module is not built")
 
@@ -29,9 +31,24 @@ def both(monkeypatch):
     """Run both planners on every problem; a list of how many were compared."""
     compared = []
 
-    def run(problem, reach):
-        got = _result(lambda: plan_native.plan_native(problem, reach))
-        asked = _result(lambda: plan_native.plan_native(problem, None))
+    def run(*args):
+        parts, limits, facts, traits, scheduler, tree, num_rows, max_slots = args
+        problem = Problem(
+            parts=parts,
+            limits=limits,
+            composed=facts.composed,
+            traits=traits,
+            scheduler=find(scheduler),
+            tree=tree,
+            num_kv_heads=facts.num_kv_heads,
+            group=facts.group,
+            num_rows=num_rows,
+            max_slots=max_slots,
+        )
+        window = facts.composed
+        reach = facts._replace(reach=(window.left, window.right))
+        got = _result(lambda: plan_native.plan_native(parts, limits, reach, *args[3:]))
+        asked = _result(lambda: plan_native.plan_native(parts, limits, facts._replace(reach=None), *args[3:]))
         want = _result(lambda: plan_python(problem))
         compared.append(1)
         for other in (got, asked):
