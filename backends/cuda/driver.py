@@ -30,7 +30,7 @@ class CudaError(AttnrtError, RuntimeError):
 @lru_cache(maxsize=1)
 def shim() -> tuple[Any, Any]:
     """(ffi, lib) of the compiled shim."""
-    from attnrt.backends.cuda import _driver
+    from attnrt.backends.cuda import _driver  # type: ignore[attr-defined]
 
     return _driver.ffi, _driver.lib
 

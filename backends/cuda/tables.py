@@ -104,7 +104,7 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str) ->
         return NumericClass(name=name, max_rows=max_rows, kv_tile=config.kv_tile, q_tile=q_tile, ruler=ruler)  # type: ignore[arg-type]
 
     if deterministic == "token":
-        classes = (klass("token", None, DECODE_RULER),)
+        classes: tuple[NumericClass, ...] = (klass("token", None, DECODE_RULER),)
     else:
         classes = (
             klass("decode", 64, DECODE_RULER),
