@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import plan_cases
 import pytest
@@ -137,3 +139,15 @@ def test_an_index_that_points_outside_is_refused(broken):
     with pytest.raises(PlanError) as caught:
         make_plan(plan_cases.spec(), plan_cases.replace(index, **arrays), plan_cases.traits())
     assert caught.value.label == "index"
+
+
+def test_threads_do_not_share_scratch():
+    cases_of = [plan_cases.paged([1] * n, [100 * (i + 1)] * n, 16) for i, n in enumerate((1, 7, 40, 300))]
+    want = [make_plan(plan_cases.spec(), index, Traits.of("h200")).digest for index in cases_of]
+
+    def work(i):
+        return [make_plan(plan_cases.spec(), cases_of[i % 4], Traits.of("h200")).digest for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for i, digests in enumerate(pool.map(work, range(8))):
+            assert set(digests) == {want[i % 4]}
