@@ -19,7 +19,7 @@ struct Attend {
   bool direct_k, direct_v;  // rows of K (V) can be multiplied where they lie
   Tile tile, next_tile;
   bool has_next;  // next_tile is the tile after this one, of the same list
-  float *zeros, *q, *run_acc, *leaf_acc, *run_ml, *leaf_ml, *s, *alpha, *k_wide, *v_wide;
+  float *zeros, *q, *run_acc, *leaf_acc, *run_ml, *leaf_ml, *s, *alpha, *fresh, *k_wide, *v_wide;
   RowOf<V> *row_of;
   Sight *sight;
   int32_t *seen;
@@ -50,7 +50,8 @@ struct Attend {
     run_ml = c.take<float>(all * 2);
     leaf_ml = c.take<float>(all * 2);
     s = c.take<float>(static_cast<int64_t>(rows) * kv_tile);
-    alpha = c.take<float>(rows);
+    alpha = c.take<float>(rows + W);
+    fresh = c.take<float>(rows + W);
     k_wide = c.take<float>(static_cast<int64_t>(kv_tile) * dim_pad + 8 * dim_pad);
     v_wide = c.take<float>(static_cast<int64_t>(kv_tile) * dim_vo_pad + dim_vo_pad);
     row_of = c.take<RowOf<V>>(all);
@@ -225,11 +226,23 @@ struct Attend {
     }
   }
 
+  // Rows [j0, j1) of the next tile towards the second-level cache: they are wanted when this tile is done.
+  void fetch_next(const attnrt_pool &pool, const int64_t *first, int head, int j0, int j1, int length) const {
+    if (!has_next) return;
+    const int64_t size = element_size(call.kv_dtype);
+    for (int j = j0; j < j1 && j < kv_tile; ++j) {
+      if (!next_tile.live[j]) continue;
+      const char *row = static_cast<const char *>(pool.ptr) + (first[j] + head * pool.stride_head) * size;
+      for (int64_t at = 0; at < length * size; at += 64) __builtin_prefetch(row + at, 0, 2);
+    }
+  }
+
   void scores_many(int head, int r0, int r1, int k0, int k1) {
     const int64_t size = element_size(call.kv_dtype);
     const bool in_place = call.kv_dtype == ATTNRT_F32 && !V::has_key;
     float *wide = k_wide + static_cast<int64_t>(kv_tile) * dim_pad;
     for (int j = k0 / NR * NR; j < k1; j += NR) {
+      fetch_next(call.k, next_tile.k, head, j, j + NR, dim);
       float *panel = k_wide + static_cast<int64_t>(j) * dim_pad;
       for (int i = 0; i < NR; i += 8) {
         const float *row[8];
@@ -271,7 +284,9 @@ struct Attend {
         store(to + W, load(row + d + W));
       }
     }
+    const int panels = dim_vo_pad / NR, keys = (kv_tile + panels - 1) / panels;
     for (int d = 0; d < dim_vo_pad; d += NR) {
+      fetch_next(call.v, next_tile.v, head, d / NR * keys, (d / NR + 1) * keys, dim_vo);
       const float *panel = v_wide + static_cast<int64_t>(d) * kv_tile;
       float *acc = leaf_acc + static_cast<int64_t>(r0) * dim_vo_pad + d;
       const float *weights = s + static_cast<int64_t>(r0) * kv_tile;
@@ -297,11 +312,8 @@ struct Attend {
       scores_few(h, head, r0, r1, k0, k1);
     else
       scores_many(head, r0, r1, k0, k1);
-    bool uneven = false;
-    float *ml = leaf_ml + static_cast<int64_t>(h) * rows * 2;
-    for (int r = r0; r < r1; ++r)
-      alpha[r] = weights_of<V>(mine[r], p, part, tile, sight[r], k0, k1, seen, s + static_cast<int64_t>(r) * kv_tile,
-                               ml + 2 * r, &uneven);
+    const bool uneven = soften<V>(mine, p, part, tile, sight, r0, r1, k0, k1, kv_tile, seen, s,
+                                  leaf_ml + static_cast<int64_t>(h) * rows * 2, alpha, fresh);
     if (klass.token_major)
       values_few(h, head - h, r0, r1, k0, k1, uneven);
     else
@@ -331,7 +343,7 @@ struct Attend {
           tile.first = at;
           resolve(call, part, item.row, 0, lo, hi, kv_tile, tile);
         }
-        has_next = klass.token_major && at + kv_tile < hi;
+        has_next = at + kv_tile < hi;
         if (has_next) {
           next_tile.first = at + kv_tile;
           resolve(call, part, item.row, 0, lo, hi, kv_tile, next_tile);

@@ -82,7 +82,8 @@ ATTNRT_INLINE void accumulate_strip(const float *p, int64_t ldp, const void *con
   vf sum[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) sum[r][n] = load(acc + r * lda + d + n * W) * splat(alpha[r]);
-  for (int j = k0; j < k1; ++j) {
+  int j = k0;
+  do {
     const Row row = static_cast<Row>(v[j]) + d;
     if (ahead) prefetch_row(static_cast<Row>(ahead[j]) + d, N * W);
     vf x[N];
@@ -91,7 +92,7 @@ ATTNRT_INLINE void accumulate_strip(const float *p, int64_t ldp, const void *con
       const vf weight = splat(p[r * ldp + j]);
       for (int n = 0; n < N; ++n) sum[r][n] = accumulate<kSafe>(weight, x[n], sum[r][n]);
     }
-  }
+  } while (++j < k1);
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) store(acc + r * lda + d + n * W, sum[r][n]);
 }
@@ -170,22 +171,23 @@ static void panel_scores(const float *q, int64_t ldq, const float *panel, int di
 template <int R, bool kSafe>
 static void panel_accumulate(const float *p, int64_t ldp, const float *panel, int k0, int k1, float *acc, int64_t lda,
                              const float *alpha) {
+  // k0 < k1: a loop that may not run would keep the sums in memory
   vf sum[R][2];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < 2; ++n) sum[r][n] = load(acc + r * lda + n * W) * splat(alpha[r]);
-  for (int r = 0; r < R; ++r) prefetch(acc + (R + r) * lda);  // the next block's
-  for (int at = k0; at < k1; at += 16) {
-    for (int r = 0; r < R; ++r) prefetch(p + (R + r) * ldp + at);
-    const int end = at + 16 < k1 ? at + 16 : k1;
-    for (int j = at; j < end; ++j) {
-      const vf v0 = load(panel + j * NR), v1 = load(panel + j * NR + W);
-      for (int r = 0; r < R; ++r) {
-        const vf weight = splat(p[r * ldp + j]);
-        sum[r][0] = accumulate<kSafe>(weight, v0, sum[r][0]);
-        sum[r][1] = accumulate<kSafe>(weight, v1, sum[r][1]);
-      }
-    }
+  for (int r = 0; r < R; ++r) {  // the next block's
+    prefetch(acc + (R + r) * lda);
+    for (int j = k0; j < k1; j += 16) prefetch(p + (R + r) * ldp + j);
   }
+  int j = k0;
+  do {
+    const vf v0 = load(panel + j * NR), v1 = load(panel + j * NR + W);
+    for (int r = 0; r < R; ++r) {
+      const vf weight = splat(p[r * ldp + j]);
+      sum[r][0] = accumulate<kSafe>(weight, v0, sum[r][0]);
+      sum[r][1] = accumulate<kSafe>(weight, v1, sum[r][1]);
+    }
+  } while (++j < k1);
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < 2; ++n) store(acc + r * lda + n * W, sum[r][n]);
 }

@@ -101,59 +101,48 @@ static float max_or_nan(const float *s, int u0, int u1) {
   return best;
 }
 
-// Weights of one row, in place of its scores, over keys [k0, k1) rounded out to multiples of W (the hull of all rows' sights);
-// keys the row does not see get -0.0. Updates ml and returns the factor on acc. Sets `uneven` if some key of the hull is not
-// seen. A logit of -inf is a key not seen.
+// Logits of one row, in place of its scores, over keys [u0, u1) (multiples of W around all rows' sights). Keys that the row does
+// not see get the hidden value: -inf, softmax-free -0.0. Returns the largest logit, -inf if no key is seen; softmax-free: 0 or
+// -inf.
 template <class V>
-static float weights_of(const RowOf<V> &r, const attnrt::ParamRef *p, const attnrt_part &part, const Tile &tile, const Sight &sight,
-                        int k0, int k1, int32_t *seen, float *s, float *ml, bool *uneven) {
-  const int u0 = k0 / W * W, u1 = (k1 + W - 1) / W * W;
-  const vf hidden = splat(V::use_softmax ? minus_infinity() : -0.0f), minus_zero = splat(-0.0f);
-  if (sight.begin > k0 || sight.end < k1 || sight.partial) *uneven = true;
-  bool any_seen = sight.begin < sight.end;
-  if (any_seen) {
-    if constexpr (V::has_logits || !V::use_softmax) apply_logits<V>(r, p, tile, sight.begin, sight.end, s);
-    if (sight.begin > u0 || sight.end < u1 || sight.partial) {
-      if (sight.partial) {
-        for (int j = u0; j < u1; ++j) seen[j] = 0;
-        fill_seen<V>(r, p, part, tile, sight, seen);
-      }
-      const vi first = splat_int(sight.begin), last = splat_int(sight.end);
-      vi some = splat_int(0);
-      for (int j = u0; j < u1; j += W) {
-        const vi index = iota() + splat_int(j);
-        vi mask = (index >= first) & (index < last);
-        if (sight.partial) mask &= load_int(seen + j);
-        some |= mask;
-        store(s + j, select(mask, load(s + j), hidden));
-      }
-      any_seen = any(some);
+static float logits_of(const RowOf<V> &r, const attnrt::ParamRef *p, const attnrt_part &part, const Tile &tile, const Sight &sight,
+                       int u0, int u1, int32_t *seen, float *s) {
+  const vf hidden = splat(V::use_softmax ? minus_infinity() : -0.0f);
+  if (sight.begin >= sight.end) {
+    for (int j = u0; j < u1; j += W) store(s + j, hidden);
+    return minus_infinity();
+  }
+  if constexpr (V::has_logits || !V::use_softmax) apply_logits<V>(r, p, tile, sight.begin, sight.end, s);
+  bool any_seen = true;
+  if (sight.begin > u0 || sight.end < u1 || sight.partial) {
+    if (sight.partial) {
+      for (int j = u0; j < u1; ++j) seen[j] = 0;
+      fill_seen<V>(r, p, part, tile, sight, seen);
     }
+    const vi first = splat_int(sight.begin), last = splat_int(sight.end);
+    vi some = splat_int(0);
+    for (int j = u0; j < u1; j += W) {
+      const vi index = iota() + splat_int(j);
+      vi mask = (index >= first) & (index < last);
+      if (sight.partial) mask &= load_int(seen + j);
+      some |= mask;
+      store(s + j, select(mask, load(s + j), hidden));
+    }
+    any_seen = any(some);
   }
-  if constexpr (!V::use_softmax) {
-    if (any_seen) ml[0] = 0.0f;
-    else *uneven = true;
-    if (!any_seen)
-      for (int j = u0; j < u1; j += W) store(s + j, minus_zero);
-    return 1.0f;
-  }
-  float best = minus_infinity();
-  if (any_seen) {
-    vf top = hidden;
-    for (int j = u0; j < u1; j += W) top = at_least(top, load(s + j));  // a NaN may come or go: the sum below keeps it
-    best = max_lane(top);
-    if (!(best > minus_infinity())) best = max_or_nan(s, u0, u1);
-  }
-  if (best == minus_infinity()) {
-    *uneven = true;
-    for (int j = u0; j < u1; j += W) store(s + j, minus_zero);
-    return 1.0f;
-  }
-  const float m = best > ml[0] || best != best ? best : ml[0];
-  const float alpha = exp2_nonpositive(ml[0] - m);
-  const vf shift = splat(m);
+  if constexpr (!V::use_softmax) return any_seen ? 0.0f : minus_infinity();
+  vf top = hidden;
+  for (int j = u0; j < u1; j += W) top = at_least(top, load(s + j));  // passes over NaN, which the sum will meet
+  const float best = max_lane(top);
+  return best > minus_infinity() ? best : max_or_nan(s, u0, u1);
+}
+
+// Weights 2^(t - m) of one row, in place of its logits t, and their sum; a logit of -inf gives -0.0, a key not seen. Sets
+// `uneven` if there is one.
+ATTNRT_INLINE float weights_of(float *s, int u0, int u1, float m, vi *uneven) {
+  const vf shift = splat(m), hidden = splat(minus_infinity()), minus_zero = splat(-0.0f);
   vf sum = splat(0.0f);
-  vi none = splat_int(0);
+  vi none = *uneven;
   for (int j = u0; j < u1; j += W) {
     const vf t = load(s + j);
     const vf w = exp2_nonpositive(t - shift);
@@ -162,8 +151,38 @@ static float weights_of(const RowOf<V> &r, const attnrt::ParamRef *p, const attn
     none |= gone;
     store(s + j, select(gone, minus_zero, w));
   }
-  if (any(none)) *uneven = true;
-  ml[0] = m;
-  ml[1] = ml[1] * alpha + sum_lanes(sum);
-  return alpha;
+  *uneven = none;
+  return sum_lanes(sum);
+}
+
+// All rows [r0, r1) of a tile, whose scores over the hull [k0, k1) of their sights lie in s: weights, running maxima and sums
+// (ml), factors on acc (alpha). The rows' own arrays are `rows_of`, `sight` and `ml`, the scratch `fresh` [rows + W]. Returns
+// whether some row does not see some key of the hull. Three sweeps, so that short chains of operations overlap.
+template <class V>
+static bool soften(const RowOf<V> *rows_of, const attnrt::ParamRef *p, const attnrt_part &part, const Tile &tile, const Sight *sight,
+                   int r0, int r1, int k0, int k1, int64_t lds, int32_t *seen, float *s, float *ml, float *alpha, float *fresh) {
+  const int u0 = k0 / W * W, u1 = (k1 + W - 1) / W * W;
+  bool uneven = false;
+  for (int r = r0; r < r1; ++r) {
+    if (sight[r].begin > k0 || sight[r].end < k1 || sight[r].partial) uneven = true;
+    const float best = logits_of<V>(rows_of[r], p, part, tile, sight[r], u0, u1, seen, s + r * lds);
+    const float old = ml[2 * r];
+    const bool unseen = best == minus_infinity();
+    const float m = unseen ? 0.0f : best > old || best != best ? best : old;
+    alpha[r] = unseen ? 0.0f : old;
+    fresh[r] = m;
+    if (!unseen) ml[2 * r] = m;
+    uneven |= unseen;
+  }
+  if constexpr (!V::use_softmax) {
+    for (int r = r0; r < r1; ++r) alpha[r] = 1.0f;
+    return uneven;
+  }
+  for (int r = r0; r < r1; r += W) store(alpha + r, exp2_nonpositive(load(alpha + r) - load(fresh + r)));
+  vi none = splat_int(0);
+  for (int r = r0; r < r1; ++r) {
+    const float sum = weights_of(s + r * lds, u0, u1, fresh[r], &none);
+    ml[2 * r + 1] = ml[2 * r + 1] * alpha[r] + sum;
+  }
+  return uneven || any(none);
 }
