@@ -36,10 +36,12 @@ _AMPERE = (
     NumericClass(name="prefill", max_rows=None, kv_tile=64, q_tile=128, ruler=ONE_LEAF),
 )
 
+# Up to 16 query-head rows packing a tile's keys costs more than it saves; past that many rows pay for the packing, and 288 of
+# them with a tile of 64 keys still fit a second-level cache of 512 KiB (float32, head_dim 128).
 _CPU = (
-    NumericClass(name="decode", max_rows=64, kv_tile=64, q_tile=64, ruler=DECODE_RULER),
-    NumericClass(name="append", max_rows=2048, kv_tile=64, q_tile=64, ruler=APPEND_RULER),
-    NumericClass(name="prefill", max_rows=None, kv_tile=64, q_tile=64, ruler=ONE_LEAF),
+    NumericClass(name="decode", max_rows=16, kv_tile=64, q_tile=64, ruler=DECODE_RULER),
+    NumericClass(name="append", max_rows=2048, kv_tile=64, q_tile=288, ruler=APPEND_RULER),
+    NumericClass(name="prefill", max_rows=None, kv_tile=64, q_tile=288, ruler=ONE_LEAF),
 )
 
 # One (query row, key) pair against one key: 4 * 128 flop at a streaming multiprocessor's share of the dense bf16 rate

@@ -74,7 +74,7 @@ class CpuBackend:
         self, spec: AttentionSpec, features: Features, device: Device, deterministic: str = "batch"
     ) -> Traits:
         """Threads as workers; see ``traits.cpu_traits``."""
-        return cpu_traits(self.num_threads, spec.group, deterministic)
+        return cpu_traits(self.num_threads, deterministic)
 
     def compile(self, spec: AttentionSpec, features: Features, device: Device) -> CpuKernel:
         """The variant's machine code: prebuilt, from the cache, or compiled now.

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from attnrt.backends.cpu._native import ffi, lib
@@ -20,6 +22,22 @@ FLAGS: dict[str, tuple[str, ...]] = {
 }
 
 
+def _check_headers() -> None:
+    """A library of other headers has other records: calls into it would read the wrong fields."""
+    digest = hashlib.sha256()
+    for path in sorted(
+        (Path(__file__).resolve().parent / "include" / "attnrt_cpu").iterdir(), key=lambda p: p.name
+    ):
+        digest.update(path.read_bytes())
+    if ffi.string(lib.attnrt_headers()).decode() != digest.hexdigest():
+        raise ImportError(
+            "attnrt.backends.cpu._native is out of date; in a checkout run: python setup.py build_ext --inplace"
+        )
+
+
+_check_headers()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Code:
     """Addresses of a variant's two functions."""
@@ -31,7 +49,7 @@ class Code:
 @functools.cache
 def families() -> tuple[str, ...]:
     """Families that this machine runs, best first."""
-    names = []
+    names: list[str] = []
     while (name := lib.attnrt_family_name(len(names))) != ffi.NULL:
         names.append(ffi.string(name).decode())
     return tuple(names)

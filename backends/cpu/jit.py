@@ -194,13 +194,13 @@ def _build(entry: Path, source: str, family: str, label: str) -> Code:
         work = Path(tempfile.mkdtemp(prefix=f"{entry.stem}.", suffix=".tmp", dir=entry.parent))
         try:
             built = _compile(work, source, family, label)
-            found = load_library(str(built))
-            if not isinstance(found, Code):
-                raise CompileError(label, "must load after compilation", found)
+            code = load_library(str(built))
+            if not isinstance(code, Code):
+                raise CompileError(label, "must load after compilation", code)
             os.replace(built, entry)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    return found
+    return code
 
 
 def _compile(work: Path, source: str, family: str, label: str) -> Path:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 from cffi import FFI
@@ -18,6 +19,16 @@ def _declarations() -> str:
     return text[text.index(begin) + len(begin) : text.index(end)]
 
 
+def _headers() -> str:
+    """Hash of the kernel headers; families.py compares it with the ones it finds."""
+    folder = os.path.join(HERE, "..", "include", "attnrt_cpu")
+    digest = hashlib.sha256()
+    for name in sorted(os.listdir(folder)):
+        with open(os.path.join(folder, name), "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
 def _relative(*parts: str) -> str:
     """A path that setuptools accepts: relative to the project's root, from which it builds."""
     return os.path.relpath(os.path.join(HERE, *parts), ROOT)
@@ -27,7 +38,7 @@ ffibuilder = FFI()
 ffibuilder.cdef(_declarations())
 ffibuilder.set_source(
     "attnrt.backends.cpu._native",
-    '#include "attnrt_cpu/abi.h"\n',
+    f'#include "attnrt_cpu/abi.h"\nextern "C" const char *attnrt_headers(void) {{ return "{_headers()}"; }}\n',
     sources=[
         _relative(name) for name in ("host.cpp", "family_avx512.cpp", "family_avx2.cpp", "family_plain.cpp")
     ],

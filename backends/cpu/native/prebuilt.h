@@ -130,11 +130,11 @@ struct CausalWindow {
     const int t0 = scalar<int>(p[slot_window_left], c.qo_head);
     const bool t1 = t0 < 0;
     const int t2 = sat_sub(c.qo_pos, t0);
-    const int t3 = t1 ? INT_LOWEST : t2;
+    const int t3 = select(t1, INT_LOWEST, t2);
     const int t4 = scalar<int>(p[slot_window_right], c.qo_head);
     const bool t5 = t4 < 0;
     const int t6 = sat_add(c.qo_pos, t4);
-    const int t7 = t5 ? 2147483647 : t6;
+    const int t7 = select(t5, 2147483647, t6);
     const int t8 = min_of(c.qo_pos, t7);
     return Row{t3, t8};
   }

@@ -116,6 +116,8 @@ typedef struct {
   attnrt_worker attend, merge;
 } attnrt_kernel;
 
+// Hash of the headers that the library was built from.
+const char *attnrt_headers(void);
 // Instruction families that this machine runs, best first; null past the last.
 const char *attnrt_family_name(int family);
 const void *attnrt_loops(int family);
