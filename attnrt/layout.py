@@ -88,9 +88,10 @@ class Limits:
     max_qo_tokens : int
         Rows of q, padding included.
     max_index_entries : int
-        KV blocks listed by an index, over all parts; bound (device) indices do not count.
+        KV blocks listed by a plan, over all parts; bound (device) indices do not count. A flat index's own number; a composite
+        lists the leaves that lie across its cuts once more, in single tokens where a cut is not on a page's edge.
     max_parts : int
-        Parts of a composite index.
+        Parts of a composite index. (The bridges that a plan adds at its cuts have room of their own.)
     max_mask_bytes : int
         Bytes of packed mask bits, over all parts; a bound mask does not count.
     max_partial_slots : int, optional
@@ -142,7 +143,7 @@ class Limits:
         needs = (
             ("max_requests", len(index.requests), self.max_requests),
             ("max_qo_tokens", plan.num_rows, self.max_qo_tokens),
-            ("max_parts", len(plan.parts), self.max_parts),
+            ("max_parts", max(len(index.parts), index_parts(len(plan.parts))), self.max_parts),
             ("max_index_entries", entries, self.max_index_entries),
             ("max_mask_bytes", masks, self.max_mask_bytes),
             ("max_partial_slots", plan.num_slots, self.slots(traits)),
@@ -154,6 +155,16 @@ class Limits:
                 raise LimitError(
                     name, needed, given, "Nothing was written; plan less or make the limits larger"
                 )
+
+
+def plan_parts(parts: int) -> int:
+    """Most parts of a plan of an index of so many: each cut can add a bridge in pages and one in tokens."""
+    return 3 * parts - 2
+
+
+def index_parts(parts: int) -> int:
+    """Fewest parts of an index whose plan has so many."""
+    return -(-(parts + 2) // 3)
 
 
 def listed(parts: Sequence[BlockSparse]) -> tuple[int, int]:
@@ -281,9 +292,10 @@ def layout_at_limits(
     rows = limits.max_qo_tokens * heads
     entries = slots * heads
     index = [4 * limits.max_requests] * 2
-    for number in range(limits.max_parts):
+    parts = plan_parts(limits.max_parts)
+    for number in range(parts):
         index += limit_part_sizes(limits, spec.num_kv_heads, number == 0)
-    plan = plan_sizes(limits.workers(traits), rows, entries, rows * limits.max_parts + entries)
+    plan = plan_sizes(limits.workers(traits), rows, entries, rows * parts + entries)
     acc, ml = scratch_sizes(spec, slots, itemsize)
     return CellLayout(
         plan=offsets(plan)[1], header=align(header), index=offsets(index)[1], slots=slots, acc=acc, ml=ml

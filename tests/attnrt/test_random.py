@@ -92,7 +92,7 @@ def dressed(case, layout, way, backend):
     return testing.Result(out=result.out[:rows], lse=None if result.lse is None else result.lse[:rows])
 
 
-@hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(case=cases(), one=layouts, two=layouts, way=ways, other=ways)
 def test_right_and_the_same(backend, case, one, two, way, other):
     first = dressed(case, one, way, backend)

@@ -373,3 +373,28 @@ def test_capture_rules(late):
     queued = len(late.queue)
     fixed.run(batch.q, batch.kv, out=out, lse=lse)
     assert len(late.queue) == queued + 2
+
+
+@pytest.mark.parametrize("prefix", [64, 96, 700, 1000])
+def test_bridges_of_a_composite_have_room(backend, prefix):
+    """A plan of two levels may have more parts than the index; the limit counts the index's."""
+    spec = spec_of()
+    own, count = [5, 70, 300], 3
+    pages = [-(-n // 4) for n in own]
+    levels = (
+        at.formats.paged([0, count], [0, prefix // 4], np.arange(prefix // 4), [prefix], 4),
+        at.formats.paged(
+            np.arange(count + 1), np.r_[0, np.cumsum(pages)], prefix // 4 + np.arange(sum(pages)), own, 4
+        ),
+    )
+    index = at.formats.cascade(*levels)
+    case = testing.make_case(spec, [count], [prefix + 4 * sum(pages)], seed=3)
+    kv = (case.k[0], case.v[0])
+    limits = at.Limits(3, 3, 2000, max_parts=2)
+    attn = at.Attention(spec, backend=backend, limits=limits)
+    plan = attn.plan(index)
+    out, lse = attn.run(case.q[0], kv, return_lse=True)
+    testing.check(plan, case.q[0], kv, out, lse)
+    with pytest.raises(at.LimitError) as caught:
+        at.Attention(spec, backend=backend, limits=at.Limits(3, 3, 2000)).plan(index)
+    assert caught.value.limit == "max_parts" and (caught.value.needed, caught.value.given) == (2, 1)
