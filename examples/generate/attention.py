@@ -25,7 +25,7 @@ class StepAttention:
     kv_dtype : str
         Dtype of the pool; q and the output are float32.
     tree : bool
-        Whether rows may be draft trees. Then the index carries a mask of ancestors, for every slice.
+        Whether rows may be draft trees. In a step with guesses the index carries a mask of ancestors, for every slice.
     streaming : (sinks, recent), optional
         See `at.formats.streaming`.
     share_tokens : int, optional
@@ -49,28 +49,40 @@ class StepAttention:
         streaming: tuple[int, int] | None = None,
         share_tokens: int | None = None,
     ) -> None:
-        spec = at.AttentionSpec(
-            num_qo_heads=config.num_qo_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            q_dtype="float32",
-            kv_dtype=kv_dtype,
-            variant=at.variants.custom_mask() if tree else at.variants.causal(),
-        )
-        self._attention = at.Attention(spec, backend=backend, scheduler=scheduler, device="cpu")
-        self._tree, self._streaming, self._share_tokens = tree, streaming, share_tokens
+        def attention(variant: Any) -> at.Attention:
+            spec = at.AttentionSpec(
+                num_qo_heads=config.num_qo_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                q_dtype="float32",
+                kv_dtype=kv_dtype,
+                variant=variant,
+            )
+            return at.Attention(spec, backend=backend, scheduler=scheduler, device="cpu")
+
+        self._causal = self._planned = attention(at.variants.causal())
+        self._tree = attention(at.variants.custom_mask()) if tree else None
+        self._streaming, self._share_tokens = streaming, share_tokens
         self.plan_seconds = self.run_seconds = 0.0
         self.num_runs = 0
+        self._prepared: set[Any] = set()
 
     @property
     def backend(self) -> str:
         """Name of the backend that runs."""
-        return self._attention.backend
+        return self._causal.backend
 
     def plan(self, batch: StepBatch, page_size: int) -> None:
-        """Build the step's index and plan it, for all layers."""
+        """Build the step's index and plan it, for all layers. What its kind of index needs is compiled the first time."""
         begin = time.perf_counter()
-        self._attention.plan(self._index(batch, page_size))
+        index = self._index(batch, page_size)
+        compiling = time.perf_counter()
+        self._planned = self._tree if self._tree and batch.guesses else self._causal
+        if index.features not in self._prepared:  # at most a few times in a run, and no part of planning
+            self._planned.prepare(index)
+            self._prepared.add(index.features)
+        begin += time.perf_counter() - compiling
+        self._planned.plan(index)
         self.plan_seconds, self.run_seconds = time.perf_counter() - begin, 0.0
 
     def _index(self, batch: StepBatch, page_size: int) -> Any:
@@ -80,7 +92,7 @@ class StepAttention:
         )
         if self._share_tokens is not None and not self._streaming:
             index = formats.share(index, min_tokens=self._share_tokens)
-        if self._tree:
+        if self._tree and batch.guesses:
             index = formats.tree(index, parents=batch.parents)
         if self._streaming:
             index = formats.streaming(index, *self._streaming)
@@ -92,8 +104,8 @@ class StepAttention:
         """Store this step's K and V of `layer` and return its attention [rows, num_qo_heads, head_dim]."""
         begin = time.perf_counter()
         cache = pool.layers[layer]
-        self._attention.append(*kv, cache, slots=slots)
-        out = self._attention.run(q, cache)
+        self._planned.append(*kv, cache, slots=slots)
+        out = self._planned.run(q, cache)
         self.run_seconds += time.perf_counter() - begin
         self.num_runs += 1
         return out

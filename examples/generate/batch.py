@@ -34,7 +34,7 @@ class StepBatch:
     tokens, positions int64 [rows]; slots int64 [rows], where each row's K and V go; qo_indptr int32 [slices + 1];
     kv_indptr int32 [slices + 1] into kv_indices int32 (page ids); kv_lens int32 [slices], this step's rows included;
     parents int32 [rows], the row of its slice that each row follows, -1 for the first; logit_rows int64: the rows
-    whose next token is wanted, slice by slice.
+    whose next token is wanted, slice by slice; guesses: whether any slice is a draft tree with guesses in it.
     """
 
     tokens: np.ndarray
@@ -47,6 +47,7 @@ class StepBatch:
     parents: np.ndarray
     logit_rows: np.ndarray
     logit_indptr: tuple[int, ...]
+    guesses: bool
 
 
 def build(slices: List[Slice]) -> StepBatch:
@@ -85,6 +86,7 @@ def build(slices: List[Slice]) -> StepBatch:
         parents=np.concatenate(parents).astype(np.int32),
         logit_rows=np.concatenate(logit_rows),
         logit_indptr=tuple(logit_indptr),
+        guesses=any(p.tree and p.rows > 1 for p in slices),
     )
 
 
