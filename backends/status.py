@@ -50,7 +50,7 @@ def _loaded(name: str) -> Any:
     entry = registry.get(name, "backend")
     try:
         return entry()
-    except (ImportError, OSError) as error:
+    except Exception as error:  # a broken backend breaks nobody but who names it
         return f"does not load: {type(error).__name__}: {error}"
 
 
