@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from attnrt.dispatch import resolve
+from attnrt.dispatch import features_of_plan, resolve
 from attnrt.errors import ArgumentError
 from attnrt.formats.base import BlockSparse, Composite, Features
-from attnrt.runtime import Runtime, features_of_plan
+from attnrt.runtime import Runtime
 from attnrt.scheduler import make_plan
 from attnrt.spec import DETERMINISM, AttentionSpec
 from attnrt.tensor import TensorView
@@ -87,6 +87,7 @@ class Attention:
         self._runtime = Runtime(spec, chosen, where, workspace, deterministic)
         for features in COMMON:
             if not chosen.why_not(spec, features, where):
+                self._runtime.traits(features)  # says now that a level of determinism is not to be had
                 self._runtime.compile(features)
 
     @property

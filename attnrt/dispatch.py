@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend and device take a spec."""
+"""Which backend and device take a spec, and what of a plan decides the kernel."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.status import AUTO, get, names, why_not
 from attnrt.config import config
 from attnrt.device import CPU, Device, as_device
 from attnrt.errors import ArgumentError, UnsupportedError
+from attnrt.formats.composite import features_of
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Backend
     from attnrt.formats.base import Features
+    from attnrt.scheduler.base import Plan
     from attnrt.spec import AttentionSpec
 
-__all__ = ["require", "resolve"]
+__all__ = ["features_of_plan", "require", "resolve", "with_mask"]
 
 
 def resolve(
@@ -105,3 +108,20 @@ def _candidates(device: Device) -> list[str]:
     first = AUTO.get(device.kind, ())
     known = {name for group in AUTO.values() for name in group} | {"reference"}
     return [*first, *(name for name in names() if name not in known)]
+
+
+def with_mask(spec: AttentionSpec) -> AttentionSpec:
+    """The spec whose kernels read the mask bits of an index: an index that owns bits is never read without them, whether or not
+    the variant says custom_mask()."""
+    composed = spec.variant
+    if composed.reads_index_mask:
+        return spec
+    return replace(spec, variant=composed.with_index_mask())
+
+
+def features_of_plan(plan: Plan) -> Features:
+    """Features of what the kernels read: the index's, unless its cuts were moved to leaf boundaries."""
+    parts, index = plan.parts, plan.index
+    if len(parts) == len(index.parts) and all(a is b for a, b in zip(parts, index.parts, strict=True)):
+        return index.features
+    return features_of(parts)

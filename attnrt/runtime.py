@@ -15,10 +15,9 @@ import numpy as np
 
 from attnrt.backends.base import Call
 from attnrt.device import CPU, Device
-from attnrt.dispatch import require
+from attnrt.dispatch import features_of_plan, require, with_mask
 from attnrt.errors import ArgumentError, AttnrtError, CaptureError, DtypeError, PlanError, UnsupportedError
 from attnrt.formats.base import Features
-from attnrt.formats.composite import features_of
 from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
 from attnrt.results import empty_like_caller, to_caller
 from attnrt.tensor import TensorView, make_view, signature, view
@@ -379,23 +378,6 @@ class Runtime:
             raise CaptureError("out", "must be given inside a capture", None, "run() may not allocate there")
         if return_lse and lse is None:
             raise CaptureError("lse", "must be given inside a capture", None, "run() may not allocate there")
-
-
-def with_mask(spec: AttentionSpec) -> AttentionSpec:
-    """The spec whose kernels read the mask bits of an index: an index that owns bits is never read without them, whether or not
-    the variant says custom_mask()."""
-    composed = spec.variant
-    if composed.reads_index_mask:
-        return spec
-    return replace(spec, variant=composed.with_index_mask())
-
-
-def features_of_plan(plan: Plan) -> Features:
-    """Features of what the kernels read: the index's, unless its cuts were moved to leaf boundaries."""
-    parts, index = plan.parts, plan.index
-    if len(parts) == len(index.parts) and all(a is b for a, b in zip(parts, index.parts, strict=True)):
-        return index.features
-    return features_of(parts)
 
 
 def _scale(value: Any) -> float:
