@@ -14,6 +14,7 @@ from attnrt.backends.base import PagedView
 from attnrt.device import Device
 from attnrt.dtypes import Dtype, as_dtype
 from attnrt.errors import ArgumentError, DtypeError, PlanError
+from attnrt.reading import compact_strides
 from attnrt.tensor import TensorView, native
 
 if TYPE_CHECKING:
@@ -105,6 +106,15 @@ class Form:
     out: TensorView | None
     lse: TensorView | None
     epoch: int = -1
+
+    def result(self, ptr: int, given: TensorView | None, inner: tuple[int, ...], dtype: Dtype) -> TensorView:
+        """out or lse at an address: in the given array's shape, or [rows, *inner] newly made."""
+        if given is not None:
+            return at(given, ptr, None)
+        shape = (self.q.shape[0], *inner)
+        return native.make(
+            *(ptr, shape, compact_strides(shape), dtype, self.q.device, None, self.q.framework, False, False)
+        )
 
     def check(self, needs: Needs) -> None:
         """Compare with the loaded plan."""
@@ -203,7 +213,10 @@ def read_form(rules: Rules, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Form:
         if len(lse_view.shape) != 2 or lse_view.shape[1] != spec.num_qo_heads:
             raise ArgumentError("lse", f"must be [rows, {spec.num_qo_heads}]", list(lse_view.shape))
         check_result(lse_view, "lse")
-    return Form(q=q_view, k=k_pool, v=v_pool, out=out_view, lse=lse_view)
+    bare = [
+        None if x is None else at(x, x.ptr, None) for x in (out_view, lse_view)
+    ]  # a form keeps nobody's memory
+    return Form(q=at(q_view, q_view.ptr, None), k=k_pool, v=v_pool, out=bare[0], lse=bare[1])
 
 
 def check_rows(view: TensorView, label: str, heads: int, dim: int) -> None:

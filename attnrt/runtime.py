@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Runtime"]
 
-#: Forms and pool views that are remembered; past it all are forgotten (arrays of ever new shapes).
+#: Forms and calls that are remembered; past it all are forgotten (arrays of ever new shapes or addresses).
 REMEMBER = 512
 
 
@@ -61,7 +61,7 @@ class Runtime:
         self._traits: dict[Features, Traits] = {}
         self._planning: dict[Traits, Traits] = {}
         self._forms: dict[Any, Form] = {}
-        self._pools: dict[tuple[Form, int, int], tuple[Any, Any]] = {}
+        self._calls: dict[tuple[Any, ...], Call] = {}
         self._defaults: Any = None
         self._needs: Any = None  # the loaded plan's Needs
         self._own_slots: tuple[Plan, Any] | None = None
@@ -123,7 +123,7 @@ class Runtime:
             self.kernel = kernel
             self._needs = Needs.of(plan)
             self._epoch += 1
-            self._pools.clear()
+            self._calls.clear()
         finally:
             self.lock.release()
 
@@ -162,7 +162,7 @@ class Runtime:
         if not self.lock.acquire(blocking=False):
             raise _busy("run")
         try:
-            call, out, lse = self._call(q, kv, plan, results, sm_scale, stream, params)
+            call, out, lse, _alive = self._call(q, kv, plan, results, sm_scale, stream, params)
             self._launch(call, call.stream)
             if call.q.framework == "jax":
                 out, lse = to_caller(out, "jax"), None if lse is None else to_caller(lse, "jax")
@@ -179,7 +179,8 @@ class Runtime:
         if not self.lock.acquire(blocking=False):
             raise _busy("profile")
         try:
-            return measure(self._call(q, kv, None, (None, None, False), sm_scale, stream, params)[0])
+            call, *_alive = self._call(q, kv, None, (None, None, False), sm_scale, stream, params)
+            return measure(call)
         finally:
             self.lock.release()
 
@@ -192,8 +193,8 @@ class Runtime:
         sm_scale: float | None,
         stream: Any,
         params: dict[str, Any],
-    ) -> tuple[Call, Any, Any]:
-        """The checked call, and out and lse as the caller gets them."""
+    ) -> tuple[Call, Any, Any, tuple[Any, ...]]:
+        """The checked call, out and lse as the caller gets them, and what keeps memory alive."""
         out, lse, return_lse = results
         spec = self.spec
         loaded = self.tenant.loaded
@@ -212,36 +213,46 @@ class Runtime:
             form.epoch = self._epoch
         table = self._defaults if not params and self._defaults is not None else self._bind(params)
         handle = 0 if self.host and stream is None else self.ops.stream(stream, form.q)
-        capturing = not self.host and self.ops.capturing(handle)
-        if capturing:
+        if not self.host and self.ops.capturing(handle):
             self._check_capture(out, lse, return_lse)
-        out_view: Any = form.out
-        lse_view: Any = form.lse
+        out_ptr, lse_ptr = ptrs[3], ptrs[4]
         if out is None:
-            out = empty_like_caller(
-                form.q, (form.q.shape[0], spec.num_qo_heads, spec.head_dim_vo), self.rules.out_dtype
-            )
-            out_view = view(out)
-        else:
-            out_view = at(out_view, ptrs[3], out)
-        if lse is not None:
-            lse_view = at(lse_view, ptrs[4], lse)
-        elif want_lse:
+            shape = (form.q.shape[0], spec.num_qo_heads, spec.head_dim_vo)
+            out = empty_like_caller(form.q, shape, self.rules.out_dtype)
+            out_ptr = view(out).ptr
+        if lse is None and want_lse:
             lse = empty_like_caller(form.q, (form.q.shape[0], spec.num_qo_heads), self.rules.lse_dtype)
-            lse_view = view(lse)
-        k_view, v_view = self._paged(form, ptrs, owners)
-        call = Call(
-            loaded=loaded,
-            q=at(form.q, ptrs[0], owners[0]),
+            lse_ptr = view(lse).ptr
+        key = (form, ptrs[0], ptrs[1], ptrs[2], out_ptr, lse_ptr, want_lse, scale, handle, table)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._new_call(
+                form, (*ptrs[:3], out_ptr, lse_ptr if want_lse else None), table, scale, handle
+            )
+            if len(self._calls) >= REMEMBER:
+                self._calls.clear()
+            if not params:  # other tables are made for one run
+                self._calls[key] = call
+        return call, out, lse, owners
+
+    def _new_call(self, form: Form, ptrs: tuple[Any, ...], table: Any, scale: float, handle: int) -> Call:
+        """The record a backend gets. It owns no array: the caller's live through the run, and a remembered call keeps none."""
+        spec, size = self.spec, self._needs.page_size
+        q, k, v, out, lse = ptrs
+        k_view = form.k.view(k, size, None)
+        return Call(
+            loaded=self.tenant.loaded,
+            q=at(form.q, q, None),
             k=k_view,
-            v=v_view,
-            out=out_view,
-            lse=lse_view,
+            v=k_view if spec.shared_kv else form.v.view(v, size, None),
+            out=form.result(out, form.out, (spec.num_qo_heads, spec.head_dim_vo), self.rules.out_dtype),
+            lse=None
+            if lse is None
+            else form.result(lse, form.lse, (spec.num_qo_heads,), self.rules.lse_dtype),
             params=table,
             sm_scale=scale,
             stream=handle,
         )
-        return call, out, lse
 
     def _form(
         self, q: Any, k: Any, v: Any, out: Any, lse: Any
@@ -288,19 +299,6 @@ class Runtime:
         tenant.run_stream = handle
         kernel.attend(call)
         kernel.merge(call)
-
-    def _paged(self, form: Form, ptrs: tuple[int, ...], owners: tuple[Any, ...]) -> tuple[Any, Any]:
-        """K and V as the backend reads them; on the host addresses say all, so that layers are remembered."""
-        key = (form, ptrs[1], ptrs[2])
-        found = self._pools.get(key)
-        if found is None:
-            size = self._needs.page_size
-            k = form.k.view(ptrs[1], size, None)
-            v = form.v.view(ptrs[2], size, None) if owners[2] is not None else k
-            if len(self._pools) >= REMEMBER:
-                self._pools.clear()
-            found = self._pools[key] = (k, v)
-        return found
 
     def _bind(self, params: dict[str, Any]) -> Any:
         """The variant's parameter table; the defaults' table is kept."""

@@ -45,7 +45,7 @@ class Tenant:
     cell: Area = field(default_factory=Area)
     holds: int = -1
     claimed: bool = False
-    loaded: Loaded | None = None
+    loaded: Any = None  # Loaded, once there is a plan
     event: Any = None
     run_stream: int | None = None
     fixed: Any = None  # views that loads do not move; made anew when memory grows

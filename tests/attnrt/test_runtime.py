@@ -397,3 +397,32 @@ def test_unsigned_arrays_hold_bits(backend, name):
     out = np.zeros(want.shape, np.uint16) if name == "out" else None
     got = attn.run(q, tuple(x.view(np.uint16) for x in batch.kv), out=out)
     assert got.tobytes() == want.tobytes()
+
+
+def test_nobodys_memory_is_kept(backend):
+    """What is remembered of a run owns none of its arrays."""
+    import gc
+    import weakref
+
+    class Watched(np.ndarray):
+        pass
+
+    attn, _, batch = make(backend)
+    attn.plan(batch.index)
+    arrays = [x.copy().view(Watched) for x in (batch.q, *batch.kv)]
+    gone = [weakref.ref(x) for x in arrays]
+    attn.run(arrays[0], (arrays[1], arrays[2]))
+    arrays.clear()
+    gc.collect()
+    assert not any(ref() is not None for ref in gone)
+
+
+def test_one_address_in_other_shapes(backend):
+    """Calls are remembered by address and form: two shapes of one memory are two calls."""
+    attn, _, batch = make(backend)
+    plan = attn.plan(batch.index)
+    memory = np.zeros((10, 4, 16), np.float32)
+    for q in (memory[:5], memory[::2], memory[:5]):
+        q[...] = batch.q
+        out, lse = attn.run(q, batch.kv, return_lse=True)
+        testing.check(plan, q, batch.kv, out, lse)
