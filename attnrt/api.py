@@ -231,6 +231,20 @@ class Attention:
         """
         self._runtime.append(k, v, kv, slots, rope, stream, variant_args)
 
+    def copy_pages(self, kv: Any, source: Any, target: Any, stream: Any = None) -> None:
+        """Copy pages of the cache onto other pages (copy-on-write of shared pages).
+
+        Parameters
+        ----------
+        kv : as in run; written.
+        source, target : integers [n], on the host
+            Page ``source[i]`` goes over page ``target[i]``. No page is named twice in target, and none of target is in source, so
+            that the order of the copies does not matter. A pool of slots has pages of one token.
+        stream : stream, optional
+            None: the current stream of kv's framework.
+        """
+        self._runtime.copy_pages(kv, source, target, stream)
+
     def prepare(self, index: Index) -> None:
         """Compile what an index needs, so that neither plan nor run does."""
         self._runtime.compile(features_of_plan(self.plan(index, load=False)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnrt.backends.base import AppendCall, PagedView
-from attnrt.errors import ArgumentError, CaptureError, PlanError, UnsupportedError
+from attnrt.errors import ArgumentError, PlanError, UnsupportedError
 from attnrt.operands import Pool, as_view, check_last, read_pool, split_kv
 from attnrt.tensor import TensorView, view
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnrt.runtime import Runtime
     from attnrt.scheduler.base import Plan
 
-__all__ = ["append", "slots_of"]
+__all__ = ["append", "copy_pages", "slots_of"]
 
 #: Names of the run arguments that scale an fp8 cache.
 SCALES = ("k_scale", "v_scale")
@@ -52,8 +52,6 @@ def append(
         if v_pool.slots != pool.slots:
             raise ArgumentError("v_cache", f"must have k_cache's {pool.slots} slots", v_pool.slots)
     handle = 0 if runtime.host and stream is None else runtime.ops.stream(stream, rows)
-    if not runtime.host and slots is None and runtime.ops.capturing(handle):
-        raise CaptureError("slots", "must be given inside a capture", None, "append() may not copy there")
     where, positions = _where(runtime, plan, rows.shape[0], slots, pool.slots, rope, handle)
     scales = _scales(runtime, params)
     kernel = runtime.any_kernel()
@@ -82,6 +80,51 @@ def _cache(runtime: Runtime, x: Any, label: str, dim: int) -> tuple[Pool, PagedV
     return pool, pool.view(seen.ptr, 1, seen)
 
 
+def copy_pages(runtime: Runtime, kv: Any, source: Any, target: Any, stream: Any) -> None:
+    """See Attention.copy_pages; the caller holds the lock."""
+    spec = runtime.spec
+    k_cache, v_cache = split_kv(spec, kv)
+    pool, k_view = _cache(runtime, k_cache, "k_cache", spec.head_dim)
+    views = [k_view]
+    if v_cache is not None:
+        v_pool, v_view = _cache(runtime, v_cache, "v_cache", spec.head_dim_vo)
+        if (v_pool.num_pages, v_pool.page_size) != (pool.num_pages, pool.page_size):
+            raise ArgumentError("v_cache", f"must have k_cache's {pool.num_pages} pages", v_pool.num_pages)
+        views.append(v_view)
+    begin, end = (_page_ids(x, name, pool.num_pages) for x, name in ((source, "source"), (target, "target")))
+    if begin.shape != end.shape:
+        raise ArgumentError("target", f"must have source's {len(begin)} pages", len(end))
+    if len(np.unique(end)) != len(end) or np.isin(end, begin).any():
+        raise ArgumentError("target", "must name each page once and none of source's", end.tolist())
+    kernel = runtime.any_kernel()
+    copier = getattr(kernel, "copy_pages", None)
+    if copier is None:
+        why = {runtime.backend.name: ("cannot copy pages",)}
+        raise UnsupportedError("copy_pages", "needs a backend that copies", reasons=why)
+    handle = 0 if runtime.host and stream is None else runtime.ops.stream(stream, as_view_of(kv))
+    if not len(begin):
+        return
+    pages = tuple(runtime.on_device(ids, handle, place) for place, ids in enumerate((begin, end)))
+    copier(tuple(views), pages, handle)
+
+
+def as_view_of(kv: Any) -> TensorView:
+    """A view of the first array of kv, for its framework."""
+    return view(kv[0] if isinstance(kv, (tuple, list)) else kv)
+
+
+def _page_ids(ids: Any, label: str, num_pages: int) -> np.ndarray:
+    """Host page ids as int64 [n], checked against the pool."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ArgumentError(
+            label, "must be integers [pages] on the host", f"{array.dtype} {list(array.shape)}"
+        )
+    if array.size and not (int(array.min()) >= 0 and int(array.max()) < num_pages):
+        raise ArgumentError(label, f"must be pages of the pool's {num_pages}", array.tolist())
+    return np.ascontiguousarray(array, np.int64)
+
+
 def _read_rows(runtime: Runtime, x: Any, label: str, dim: int) -> TensorView:
     """[rows, num_kv_heads, dim] in q's dtype (what a projection gives) or the cache's own."""
     spec, rules = runtime.spec, runtime.rules
@@ -99,7 +142,7 @@ def _where(
 ) -> tuple[TensorView, TensorView | None]:
     """Slot (int64) and, for a rotation, position (int32) of every row, where the kernel reads them."""
     if slots is not None and rope is None:
-        return _given(runtime, slots, rows, pool), None
+        return _given(runtime, slots, rows, pool, handle), None
     if plan is None:
         raise PlanError(
             "plan", "must be loaded before append without slots, or with rope", None, "attn.plan(index)"
@@ -108,7 +151,7 @@ def _where(
     if rows != plan.index.num_qo:
         raise ArgumentError("k", f"must have the loaded plan's {plan.index.num_qo} rows", rows)
     if slots is not None:
-        return _given(runtime, slots, rows, pool), runtime.on_device(positions, handle)
+        return _given(runtime, slots, rows, pool, handle), runtime.on_device(positions, handle, 1)
     if own is None:
         raise UnsupportedError(
             "append",
@@ -125,10 +168,10 @@ def _where(
             f"none for row {int(np.argmin(own))}",
             "Give slots=",
         )
-    return runtime.on_device(own, handle), None if rope is None else runtime.on_device(positions, handle)
+    return runtime.on_device(own, handle), None if rope is None else runtime.on_device(positions, handle, 1)
 
 
-def _given(runtime: Runtime, slots: Any, rows: int, pool: int) -> TensorView:
+def _given(runtime: Runtime, slots: Any, rows: int, pool: int, handle: int) -> TensorView:
     """The caller's slots: host integers are checked against the pool, a device array is read in place."""
     if runtime.host or isinstance(slots, (list, tuple, np.ndarray)):
         seen = slots if isinstance(slots, (list, tuple, np.ndarray)) else TensorView(slots).numpy()
@@ -140,7 +183,7 @@ def _given(runtime: Runtime, slots: Any, rows: int, pool: int) -> TensorView:
             raise ArgumentError("slots", f"must be [{rows}]", list(array.shape))
         if array.max(initial=-1) >= pool:
             raise ArgumentError("slots", f"must be below the pool's {pool} slots", int(array.max()))
-        return runtime.on_device(array, 0)
+        return runtime.on_device(array, handle)
     found = as_view(slots, "slots", view(slots).dtype, runtime.device)
     if found.shape != (rows,) or str(found.dtype) != "int64":
         raise ArgumentError(

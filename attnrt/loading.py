@@ -16,13 +16,23 @@ from attnrt.dtypes import Dtype, as_dtype, int32
 from attnrt.errors import ArgumentError
 from attnrt.layout import PART_FIELDS
 from attnrt.memory import DeviceOps
-from attnrt.tensor import TensorView, native
+from attnrt.tensor import TensorView, make_view, native
 
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse, Requests
     from attnrt.scheduler.base import Plan
 
-__all__ = ["Area", "Resident", "Staging", "bound_views", "flat", "make_resident", "rows", "write_all"]
+__all__ = [
+    "Area",
+    "Resident",
+    "Staging",
+    "Uploads",
+    "bound_views",
+    "flat",
+    "make_resident",
+    "rows",
+    "write_all",
+]
 
 #: Staging buffers: the host may run this many loads ahead of the device before it waits.
 RING = 3
@@ -75,6 +85,40 @@ class Staging:
         """The buffer's copy has been enqueued and ``event`` follows it."""
         self.events[self.turn] = event
         self.turn = (self.turn + 1) % RING
+
+
+class Uploads:
+    """Small host arrays where kernels can read them: one area for each (stream, place), reused in the stream's order.
+
+    A read-only array that lies there already is not sent again (the slots of a plan, for every layer's append).
+    """
+
+    def __init__(self, ops: DeviceOps, device: Device) -> None:
+        self.ops, self.device = ops, device
+        self.staging = Staging(ops)
+        self.areas: dict[tuple[int, int], tuple[Area, Any, TensorView]] = {}
+
+    def bring(self, array: np.ndarray, stream: int, place: int) -> TensorView:
+        """The device's copy of a contiguous array, for work that is enqueued on ``stream`` now."""
+        area, source, seen = self.areas.get((stream, place), (Area(), None, None))
+        if source is array and seen is not None:
+            return seen
+        nbytes = max(array.nbytes, 1)
+        if area.nbytes < nbytes:
+            size = lay.align(int(nbytes * GROWTH))
+            area = _area(self.ops, size)
+        staged = self.staging.take(nbytes)
+        staged[: array.nbytes] = array.reshape(-1).view(np.uint8)
+        self.ops.copy(area.address, staged, nbytes, stream)
+        self.staging.sent(self.ops.record(stream))
+        seen = make_view(area.address, array.shape, array.dtype, self.device, owner=area.owner)
+        self.areas[stream, place] = (area, None if array.flags.writeable else array, seen)
+        return seen
+
+
+def _area(ops: DeviceOps, nbytes: int) -> Area:
+    address, owner = ops.allocate(nbytes)
+    return Area(address, nbytes, owner)
 
 
 def bound_views(plan: Plan, device: Device) -> dict[tuple[int, str], TensorView]:

@@ -18,9 +18,11 @@ from attnrt.device import CPU, Device
 from attnrt.dispatch import features_of_plan, require, with_mask
 from attnrt.errors import ArgumentError, AttnrtError, CaptureError, DtypeError, PlanError, UnsupportedError
 from attnrt.formats.base import Features
+from attnrt.loading import Uploads
 from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
+from attnrt.repeat import NOT_YET, Quick, remember, run_again
 from attnrt.results import empty_like_caller, to_caller
-from attnrt.tensor import TensorView, make_view, signature, view
+from attnrt.tensor import TensorView, signature, view
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Backend, Kernel
@@ -63,9 +65,13 @@ class Runtime:
         self._forms: dict[Any, Form] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._defaults: Any = None
-        self._needs: Any = None  # the loaded plan's Needs
+        self.needs: Any = None  # the loaded plan's Needs
         self._own_slots: tuple[Plan, Any] | None = None
-        self._epoch = 0
+        self.epoch = 0
+        self.quick: dict[bytes, Quick] = {}
+        self.shared_kv, self.sm_scale = spec.shared_kv, spec.sm_scale
+        self._key: bytes | None = None
+        self._uploads = Uploads(self.ops, device)
 
     # ------------------------------------------------------------------------------------------- plans
 
@@ -120,9 +126,11 @@ class Runtime:
             raise _busy("load")
         try:
             self.workspace.load(self.tenant, plan, kernel, handle)
+            if kernel is not self.kernel:
+                self.quick.clear()
             self.kernel = kernel
-            self._needs = Needs.of(plan)
-            self._epoch += 1
+            self.needs = Needs.of(plan)
+            self.epoch += 1
             self._calls.clear()
         finally:
             self.lock.release()
@@ -162,8 +170,12 @@ class Runtime:
         if not self.lock.acquire(blocking=False):
             raise _busy("run")
         try:
+            if self.quick and not params:
+                done = run_again(self, q, kv, plan, results, sm_scale, stream)
+                if done is not NOT_YET:
+                    return done
             call, out, lse, _alive = self._call(q, kv, plan, results, sm_scale, stream, params)
-            self._launch(call, call.stream)
+            self._launch(call, not params and (lse is None or results[1] is not None))
             if call.q.framework == "jax":
                 out, lse = to_caller(out, "jax"), None if lse is None else to_caller(lse, "jax")
             return (out, lse) if results[2] else out
@@ -208,9 +220,9 @@ class Runtime:
         k, v = split_kv(spec, kv)
         scale = spec.sm_scale if sm_scale is None else _scale(sm_scale)
         form, ptrs, owners = self._form(q, k, v, out, lse)
-        if form.epoch != self._epoch:
-            form.check(self._needs)
-            form.epoch = self._epoch
+        if form.epoch != self.epoch:
+            form.check(self.needs)
+            form.epoch = self.epoch
         table = self._defaults if not params and self._defaults is not None else self._bind(params)
         handle = 0 if self.host and stream is None else self.ops.stream(stream, form.q)
         if not self.host and self.ops.capturing(handle):
@@ -237,7 +249,7 @@ class Runtime:
 
     def _new_call(self, form: Form, ptrs: tuple[Any, ...], table: Any, scale: float, handle: int) -> Call:
         """The record a backend gets. It owns no array: the caller's live through the run, and a remembered call keeps none."""
-        spec, size = self.spec, self._needs.page_size
+        spec, size = self.spec, self.needs.page_size
         q, k, v, out, lse = ptrs
         k_view = form.k.view(k, size, None)
         return Call(
@@ -263,6 +275,7 @@ class Runtime:
         if found is None:  # some array is not plainly readable, or is a view already
             found, arrays = self._slow_signature(arrays)
         key, ptrs = found
+        self._key = key if type(key) is bytes else None
         known = self._forms.get(key)
         if known is None:
             known = read_form(self.rules, *arrays)
@@ -286,9 +299,10 @@ class Runtime:
         )
         return (key, tuple(0 if x is None else x.ptr for x in views)), views
 
-    def _launch(self, call: Call, handle: int) -> None:
-        kernel, loaded, tenant = self.kernel, call.loaded, self.tenant
-        if self.host:  # a graph must launch even for nothing: its next plan may have work
+    def _launch(self, call: Call, again: bool) -> None:
+        """Enqueue; ``again``: later calls of this form need not come this way (repeat.py)."""
+        kernel, loaded, tenant, handle = self.kernel, call.loaded, self.tenant, call.stream
+        if self.host:
             if loaded.work.shape[0]:
                 kernel.attend(call)
             if loaded.merge_rows.shape[0]:
@@ -297,8 +311,16 @@ class Runtime:
         if handle not in tenant.ordered:
             self.workspace.order_run(tenant, handle)
         tenant.run_stream = handle
-        kernel.attend(call)
-        kernel.merge(call)
+        packer = getattr(kernel, "repeat", None)
+        if packer is None:  # a graph must launch even for nothing: its next plan may have work
+            kernel.attend(call)
+            kernel.merge(call)
+            return
+        repeat = packer(call, self.workspace.limits is not None)
+        lse = 0 if call.lse is None else call.lse.ptr
+        repeat((call.q.ptr, call.k.ptr, call.v.ptr, call.out.ptr, lse), call.sm_scale, handle)
+        if again and self._key is not None:
+            remember(self, self._key, self._forms[self._key], call, repeat, REMEMBER)
 
     def _bind(self, params: dict[str, Any]) -> Any:
         """The variant's parameter table; the defaults' table is kept."""
@@ -345,6 +367,17 @@ class Runtime:
         finally:
             self.lock.release()
 
+    def copy_pages(self, kv: Any, source: Any, target: Any, stream: Any) -> None:
+        """See Attention.copy_pages."""
+        from attnrt.append import copy_pages
+
+        if not self.lock.acquire(blocking=False):
+            raise _busy("copy_pages")
+        try:
+            copy_pages(self, kv, source, target, stream)
+        finally:
+            self.lock.release()
+
     def any_kernel(self) -> Kernel:
         """A kernel that appends: the loaded plan's, else the one of paged indexes."""
         return self.kernel if self.kernel is not None else self.compile(Features())
@@ -355,17 +388,19 @@ class Runtime:
 
         if self._own_slots is None or self._own_slots[0] is not plan:
             self._own_slots = (plan, slots_of(plan))
+            for array in self._own_slots[1]:
+                if array is not None:
+                    array.flags.writeable = False  # so that it is sent to a device once
         return self._own_slots[1]
 
-    def on_device(self, array: np.ndarray, stream: int) -> TensorView:
-        """A small host array where kernels can read it."""
+    def on_device(self, array: np.ndarray, stream: int, place: int = 0) -> TensorView:
+        """A small host array where kernels can read it; arrays that a kernel reads together have different places."""
         if self.host:
             return view(array)
-        source = self.ops.staging(max(array.nbytes, 1))
-        source[: array.nbytes] = array.reshape(-1).view(np.uint8)
-        address, owner = self.ops.allocate(max(array.nbytes, 1))
-        self.ops.copy(address, source, array.nbytes, stream)
-        return make_view(address, array.shape, array.dtype, self.device, owner=(owner, source))
+        if self.ops.capturing(stream):
+            hint = "append(slots=) of a device array, without rope, is captured"
+            raise CaptureError("arrays of the host", "must not be copied inside a capture", None, hint)
+        return self._uploads.bring(array, stream, place)
 
     def _check_capture(self, out: Any, lse: Any, return_lse: bool) -> None:
         if self.workspace.limits is None:

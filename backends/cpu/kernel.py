@@ -176,6 +176,14 @@ class CpuKernel:
             assert call.v_cache is not None
             _store(self.family, call.v, call.v_cache, slots, call.v_scale, None)
 
+    def copy_pages(
+        self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int
+    ) -> None:
+        """Copy pages of K and V to other pages of the same pools."""
+        source, target = (view.numpy() for view in pages)
+        for pool, dim in zip(pools, (self.spec.head_dim, self.spec.head_dim_vo), strict=False):
+            copy_pages(pool, source, target, self.spec.num_kv_heads, dim)
+
     def _pack(self, loaded: Loaded) -> _Packed:
         for packed in self._packed:
             if packed.loaded is loaded:

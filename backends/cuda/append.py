@@ -1,54 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append on a GPU: a small kernel per (row dtype, cache dtype, dims, rotation), compiled when it is first asked for."""
+"""append and page copies on a GPU: a small kernel per (row dtype, cache dtype, dims, rotation), compiled when first asked for."""
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnrt.backends.cuda import pack
+from attnrt.backends.cuda import driver, pack
 from attnrt.backends.cuda.render import THREADS, flatten, variant_text
 from attnrt.backends.cuda.tables import ENUMERATORS
 from attnrt.dtypes import as_dtype
-from attnrt.errors import UnsupportedError
+from attnrt.errors import CaptureError, UnsupportedError
 from attnrt.variants import compose, full
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnrt.backends.base import AppendCall
+    from attnrt.backends.base import AppendCall, PagedView
     from attnrt.backends.cuda.kernel import Module
     from attnrt.spec import AttentionSpec
+    from attnrt.tensor import TensorView
     from attnrt.variants import Composed
 
-__all__ = ["APPEND", "Appender", "render_append"]
+__all__ = ["APPEND", "COPY", "Appender", "render_append"]
 
-APPEND = "attnrt_append"
+APPEND, COPY = "attnrt_append", "attnrt_copy_pages"
 MAX_SCALED_HEADS = 128
 
-_APPEND_RUN = np.dtype(
-    [
-        ("k", "<u8"),
-        ("k_stride_row", "<i8"),
-        ("k_stride_head", "<i8"),
-        ("v", "<u8"),
-        ("v_stride_row", "<i8"),
-        ("v_stride_head", "<i8"),
-        ("k_cache", pack.PAGED_KV),
-        ("v_cache", pack.PAGED_KV),
-        ("slots", "<u8"),
-        ("positions", "<u8"),
-        ("rows", "<i4"),
-        ("heads", "<i4"),
-        ("k_scale", "<f4", (MAX_SCALED_HEADS,)),
-        ("v_scale", "<f4", (MAX_SCALED_HEADS,)),
-    ]
-)
+# AppendParams without its two pools (pack.PAGED_KV) in the middle, and CopyParams after its pool.
+_ROWS = struct.Struct("<QqqQqq")
+_PLACES = struct.Struct(f"<QQii{2 * MAX_SCALED_HEADS}f")
+_COPY = struct.Struct("<QQqiiii")
+_APPEND_BYTES = _ROWS.size + 2 * pack.PAGED_KV.itemsize + _PLACES.size
+_COPY_BYTES = pack.PAGED_KV.itemsize + _COPY.size
 
 
 def render_append(spec: AttentionSpec, row_dtype: str, rope: Composed) -> str:
-    """CUDA C++ of the append kernel."""
+    """CUDA C++ of the append and copy kernels."""
     return f"""{flatten("append.cuh")}
 {variant_text(rope)}
 namespace attnrt {{
@@ -62,11 +52,18 @@ struct Launch {{
   AppendParams run;
   ParamRef params[{max(1, len(rope.params))}];
 }};
-static_assert(sizeof(AppendParams) == {_APPEND_RUN.itemsize});
+static_assert(sizeof(AppendParams) == {_APPEND_BYTES});
+static_assert(sizeof(CopyParams) == {_COPY_BYTES});
 }}  // namespace attnrt
 
 extern "C" __global__ void __launch_bounds__({THREADS}) {APPEND}(const __grid_constant__ attnrt::Launch launch) {{
+  attnrt::wait_for_predecessors();
   attnrt::append_rows<attnrt::Config, attnrt::Variant>(launch.run, launch.params);
+}}
+
+extern "C" __global__ void __launch_bounds__({THREADS}) {COPY}(const __grid_constant__ attnrt::CopyParams run) {{
+  attnrt::wait_for_predecessors();
+  attnrt::copy_pages<attnrt::Config::kv_type>(run);
 }}
 """
 
@@ -77,58 +74,69 @@ class Appender:
     Parameters
     ----------
     spec : AttentionSpec
+    device : int
     load : callable (source) -> Module
         Compiles a text (or finds it in the cache) and loads it.
     """
 
-    def __init__(self, spec: AttentionSpec, load: Callable[[str], Module]) -> None:
-        self.spec, self.load = spec, load
+    def __init__(self, spec: AttentionSpec, device: int, load: Callable[[str], Module]) -> None:
+        self.spec, self.device, self.load = spec, device, load
         self._modules: dict[tuple[str, str], Module] = {}
 
-    def prepare(self, row_dtype: str, rope: Composed) -> Module:
-        """The kernel, compiled if it is not there yet."""
+    def prepare(self, row_dtype: str, rope: Composed, stream: int) -> Module:
+        """The kernels, compiled if they are not there yet; not under a capture."""
         key = (row_dtype, rope.key)
         found = self._modules.get(key)
         if found is None:
+            if driver.capturing(self.device, stream):
+                raise CaptureError(
+                    "append", "would compile inside a capture", None, "Run it once before the capture"
+                )
             found = self._modules[key] = self.load(render_append(self.spec, row_dtype, rope))
         return found
 
     def run(self, call: AppendCall) -> None:
         """Enqueue one append."""
+        from attnrt.backends.cuda.kernel import launch
+
         rope = compose(full()) if call.rope is None else call.rope.variant
-        module = self.prepare(str(call.k.dtype), rope)
+        module = self.prepare(str(call.k.dtype), rope, call.stream)
         rows, heads = call.k.shape[:2]
         grid = max(1, min(-(-rows * heads // 4), 1 << 14))
-        record = np.zeros(1, _APPEND_RUN)
         itemsize = as_dtype(self.spec.kv_dtype).itemsize
         v = (0, 0, 0) if call.v is None else (call.v.ptr, *call.v.strides[:2])
         v_cache = call.k_cache if call.v_cache is None else call.v_cache
-        record[0] = (
-            call.k.ptr,
-            *call.k.strides[:2],
-            *v,
-            pack.paged(call.k_cache, itemsize),
-            pack.paged(v_cache, itemsize),
-            call.slots.ptr,
-            0 if call.positions is None else call.positions.ptr,
-            rows,
-            heads,
-            _scales(call.k_scale, heads, "k_scale"),
-            _scales(call.v_scale, heads, "v_scale"),
-        )
+        scales = (*_scales(call.k_scale, heads, "k_scale"), *_scales(call.v_scale, heads, "v_scale"))
+        positions = 0 if call.positions is None else call.positions.ptr
         table = b"" if call.rope is None else call.rope.bound.table.tobytes()
-        module.launch(APPEND, grid, record.tobytes() + (table or bytes(64)), call.stream)
+        arguments = (
+            _ROWS.pack(call.k.ptr, *call.k.strides[:2], *v)
+            + pack.paged_bytes(call.k_cache, itemsize)
+            + pack.paged_bytes(v_cache, itemsize)
+            + _PLACES.pack(call.slots.ptr, positions, rows, heads, *scales)
+            + (table or bytes(64))
+        )
+        launch(module.entry(APPEND), grid, arguments, call.stream)
+
+    def copy_pages(
+        self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int
+    ) -> None:
+        """Enqueue the copy of pages ``pages[0][i]`` over pages ``pages[1][i]`` of each pool."""
+        from attnrt.backends.cuda.kernel import launch
+
+        spec = self.spec
+        module = self.prepare(spec.q_dtype, compose(full()), stream)
+        itemsize = as_dtype(spec.kv_dtype).itemsize
+        count = pages[0].shape[0]
+        for pool, dim in zip(pools, (spec.head_dim, spec.head_dim_vo), strict=False):
+            rest = (pages[0].ptr, pages[1].ptr, pool.num_pages, count, spec.num_kv_heads, dim, 0)
+            grid = max(1, min(-(-count * pool.page_size * spec.num_kv_heads // 4), 1 << 14))
+            launch(module.entry(COPY), grid, pack.paged_bytes(pool, itemsize) + _COPY.pack(*rest), stream)
 
 
-def _scales(scale: Any, heads: int, label: str) -> np.ndarray:
+def _scales(scale: Any, heads: int, label: str) -> list[float]:
     """One factor per KV head, by value: up to 128 heads of a device."""
-    out = np.ones(MAX_SCALED_HEADS, np.float32)
-    if scale is not None:
-        if np.size(scale) > MAX_SCALED_HEADS:
-            raise UnsupportedError(label, f"must have at most {MAX_SCALED_HEADS} heads on a GPU", heads)
-        flat = np.asarray(scale, np.float32).reshape(-1)
-        if flat.size == 1:
-            out[:] = flat[0]
-        else:
-            out[: flat.size] = flat
-    return out
+    flat = [1.0] if scale is None else np.asarray(scale, np.float32).reshape(-1).tolist()
+    if len(flat) > MAX_SCALED_HEADS:
+        raise UnsupportedError(label, f"must have at most {MAX_SCALED_HEADS} heads on a GPU", heads)
+    return flat * MAX_SCALED_HEADS if len(flat) == 1 else flat + [1.0] * (MAX_SCALED_HEADS - len(flat))

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from attnrt.backends.cuda import driver, pack, tables
-from attnrt.backends.cuda.append import APPEND, Appender
+from attnrt.backends.cuda.append import APPEND, COPY, Appender
 from attnrt.backends.cuda.kernel import CudaKernel
 from attnrt.backends.cuda.render import ATTEND, MERGE, render
 from attnrt.device import as_device
@@ -92,7 +92,9 @@ class CudaBackend:
             ops_of(device)  # makes sure that the device's context is there
             module = self.load(render(spec), (ATTEND, MERGE), device.index, label)
             appender = Appender(
-                spec, lambda source: self.load(source, (APPEND,), device.index, "the append kernel")
+                spec,
+                device.index,
+                lambda source: self.load(source, (APPEND, COPY), device.index, "the append kernel"),
             )
             found = CudaKernel(spec, device.index, module, appender)
             with self._lock:

@@ -7,7 +7,8 @@ All calls go through the shim ``_driver`` (native/driver.cpp), which finds libcu
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ __all__ = ["CudaOps", "Library", "check", "device_attribute", "shim", "why_not"]
 MULTIPROCESSORS, MAJOR, MINOR, SHARED_OPTIN = 16, 75, 76, 97
 # CUfunction_attribute
 NUM_REGS, LOCAL_BYTES = 4, 3
+# What attnrt_cuda_run answers under a capture that it must refuse (native/driver.h).
+CAPTURING = -2
 
 
 class CudaError(AttnrtError, RuntimeError):
@@ -84,6 +87,14 @@ def current_device() -> int:
     device = ffi.new("int *")
     check(lib.attnrt_cuda_current_device(device), "cuCtxGetDevice")
     return device[0]
+
+
+def capturing(device: int, stream: int) -> bool:
+    """Whether a stream is being captured into a graph."""
+    ffi, lib = shim()
+    out = ffi.new("int *")
+    check(lib.attnrt_cuda_stream_capturing(device, stream, out), "cuStreamIsCapturing")
+    return out[0] != 0
 
 
 class _Memory:
@@ -189,9 +200,7 @@ class CudaOps:
         on the legacy stream, which orders itself."""
 
     def capturing(self, stream: int) -> bool:
-        out = self.ffi.new("int *")
-        check(self.lib.attnrt_cuda_stream_capturing(self.index, stream, out), "cuStreamIsCapturing")
-        return out[0] != 0
+        return capturing(self.index, stream)
 
     def synchronize(self, stream: int) -> None:
         """Wait for all work of a stream."""
@@ -203,22 +212,28 @@ class CudaOps:
             return stream_handle(stream)
         framework = None if view is None else view.framework
         if framework in _CURRENT_STREAM:
-            return _CURRENT_STREAM[framework](self.index)
+            return _CURRENT_STREAM[framework](self.index)()
         if framework is not None and framework not in (None, "attnrt"):
             return 0
         loaded = [name for name in _CURRENT_STREAM if name in sys.modules and _uses_gpu(name)]
         if len(loaded) > 1:
             raise ArgumentError("stream", f"must be given: {' and '.join(loaded)} are both loaded", None)
-        return _CURRENT_STREAM[loaded[0]](self.index) if loaded else 0
+        return _CURRENT_STREAM[loaded[0]](self.index)() if loaded else 0
+
+    def current_stream(self, view: Any) -> Callable[[], int]:
+        """What gives ``stream(None, view)`` again and again."""
+        maker = _CURRENT_STREAM.get(view.framework)
+        return partial(self.stream, None, view) if maker is None else maker(self.index)
 
 
-def _torch_stream(index: int) -> int:
+def _torch_stream(index: int) -> Callable[[], int]:
     # The raw getter: torch.cuda.current_stream() builds an object for 4 to 15 µs.
-    return sys.modules["torch"]._C._cuda_getCurrentRawStream(index)
+    return partial(sys.modules["torch"]._C._cuda_getCurrentRawStream, index)
 
 
-def _cupy_stream(index: int) -> int:
-    return sys.modules["cupy"].cuda.get_current_stream().ptr
+def _cupy_stream(index: int) -> Callable[[], int]:
+    current = sys.modules["cupy"].cuda.get_current_stream
+    return lambda: current().ptr
 
 
 _CURRENT_STREAM = {"torch": _torch_stream, "cupy": _cupy_stream}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of one spec on one device: two launches whose arguments are one struct, packed per call."""
+"""The kernels of one spec on one device: launches whose arguments are one struct, packed once per form of arrays."""
 
 from __future__ import annotations
 
@@ -11,51 +11,119 @@ from attnrt.backends.cuda import driver, pack
 from attnrt.backends.cuda.render import ATTEND, MERGE, SMEM, THREADS
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
+from attnrt.errors import CaptureError
 from attnrt.memory import ops_of
 from attnrt.tensor import TensorView, make_view
 
 if TYPE_CHECKING:
-    from attnrt.backends.base import AppendCall, Call, Loaded
+    from attnrt.backends.base import AppendCall, Call, Loaded, PagedView
     from attnrt.backends.cuda.append import Appender
     from attnrt.spec import AttentionSpec
 
-__all__ = ["CudaKernel", "DriverModule", "Module"]
+__all__ = ["CudaKernel", "DriverModule", "Module", "launch"]
 
 #: CTAs of the merge kernel per multiprocessor: fixed, for a captured graph; four warps each take (row, head) pairs in turn.
 MERGE_CTAS = 4
+#: (row, head) pairs that a CTA of the merge kernel folds at a time.
+MERGE_WARPS = THREADS // 32
+
+_RUN_OFFSETS = pack.run_offsets()
 
 
 class Module(Protocol):
     """Loaded code of one text; both compilers' forms of it."""
 
-    def launch(self, name: str, grid: int, arguments: bytes, stream: int) -> None:
-        """Enqueue a kernel whose only parameter is the struct in ``arguments``."""
+    def entry(self, name: str) -> Any:
+        """attnrt_launch_t of a kernel, without its grid."""
         ...
 
 
+def launch_record(device: int, kernel: int, smem: int) -> Any:
+    """A new attnrt_launch_t. Dependent launches start their CTAs early; the kernels begin with the wait (sm_90)."""
+    ffi, _ = driver.shim()
+    record = ffi.new("attnrt_launch_t *")
+    record.device, record.kernel, record.threads, record.smem = device, kernel, THREADS, smem
+    record.pdl = driver.device_attribute(device, driver.MAJOR) >= 9
+    return record
+
+
+def launch(entry: Any, grid: int, arguments: bytes, stream: int) -> None:
+    """Enqueue a kernel whose only parameter is the struct in ``arguments``."""
+    ffi, lib = driver.shim()
+    mine = ffi.new("attnrt_launch_t *", entry[0])  # threads share entries
+    mine.grid = grid
+    driver.check(lib.attnrt_cuda_launch(mine, ffi.from_buffer(arguments), stream), "cuLaunchKernelEx")
+
+
 class DriverModule:
-    """A cubin, loaded and launched through the driver shim."""
+    """A cubin, loaded through the driver shim."""
 
     def __init__(self, device: int, image: bytes, names: tuple[str, ...], has_tiles: bool) -> None:
-        self.ffi, self.lib = driver.shim()
         self.library = driver.Library(device, image)
-        self._launches = {}
+        self._entries = {}
         for name in names:
             smem = self.library.number(SMEM) if has_tiles and name == ATTEND else 0
-            launch = self.ffi.new("attnrt_launch_t *")
-            launch.device, launch.threads, launch.smem = device, THREADS, smem
-            launch.kernel = self.library.kernel(name, smem)
-            self._launches[name] = launch
+            self._entries[name] = launch_record(device, self.library.kernel(name, smem), smem)
 
-    def launch(self, name: str, grid: int, arguments: bytes, stream: int) -> None:
-        launch = self._launches[name]
-        launch.grid = grid
-        code = self.lib.attnrt_cuda_launch(launch, self.ffi.from_buffer(arguments), stream)
-        driver.check(code, f"launch of {name}")
+    def entry(self, name: str) -> Any:
+        return self._entries[name]
+
+
+class Repeat:
+    """A run that comes again with other addresses: its arguments lie packed, the shim writes what differs and launches.
+
+    Parameters
+    ----------
+    kernel : CudaKernel
+    call : Call
+        The first of them.
+    capturable : bool
+        False: refuse a stream that is being captured.
+    """
+
+    __slots__ = ("_args", "_heads", "_kernel", "_params", "_record", "_run")
+
+    def __init__(self, kernel: CudaKernel, call: Call, capturable: bool) -> None:
+        ffi, lib = driver.shim()
+        table = call.params.table.tobytes() or bytes(64)
+        self._kernel, self._params, self._heads = kernel, call.params, call.q.shape[1]
+        self._args = ffi.new("char[]", pack.fill_run(call, kernel.itemsize) + table)
+        record = self._record = ffi.new("attnrt_run_t *")
+        record.args, record.forbid_capture = self._args, not capturable
+        record.aligned_k = pack.aligned(call.k, kernel.itemsize)
+        record.aligned_v = pack.aligned(call.v, kernel.itemsize)
+        for name, at in _RUN_OFFSETS.items():
+            setattr(record, f"at_{name}", at)
+        for i, entry in enumerate(kernel.entries):
+            record.launches[i] = entry[0]
+        record.num_launches = len(kernel.entries)
+        self._run = lib.attnrt_cuda_run
+        self.reload(call.loaded)
+
+    def reload(self, loaded: Loaded) -> None:
+        """The same form of arrays under another loaded plan."""
+        record = self._record
+        driver.shim()[0].cast("uint64_t *", self._args)[0] = loaded.header.ptr  # type: ignore[union-attr]
+        for i, (most, now) in enumerate(self._kernel.grids(loaded, self._heads)):
+            record.launches[i].grid, record.eager_grid[i] = most, now
+
+    def __call__(self, addresses: tuple[int, ...], sm_scale: float, stream: int) -> None:
+        """Enqueue; ``addresses`` of q, k, v (0: k's), out, lse (0: none)."""
+        q, k, v, out, lse = addresses
+        code = self._run(self._record, q, k, v or k, out, lse, sm_scale, stream)
+        if code:
+            if code == driver.CAPTURING:
+                raise CaptureError(
+                    "limits",
+                    "must be given for graph capture",
+                    None,
+                    "Attention(..., limits=attnrt.Limits(...))",
+                )
+            driver.check(code, "cuLaunchKernelEx")
 
 
 class CudaKernel:
-    """attend, merge and append of one (spec, device)."""
+    """attend, merge, append and copy_pages of one (spec, device)."""
 
     def __init__(self, spec: AttentionSpec, device: int, module: Module, appender: Appender) -> None:
         self.spec, self.module, self.appender = spec, module, appender
@@ -63,23 +131,41 @@ class CudaKernel:
         self._placed: dict[tuple[str, str, tuple[int, ...], bytes], TensorView] = {}
         self.itemsize = as_dtype(spec.kv_dtype).itemsize
         self.merge_grid = driver.device_attribute(device, driver.MULTIPROCESSORS) * MERGE_CTAS
+        #: What a run launches, in order.
+        self.entries = (module.entry(ATTEND), module.entry(MERGE))
+
+    def grids(self, loaded: Loaded, num_qo_heads: int) -> tuple[tuple[int, int], ...]:
+        """(grid that serves every later plan within the limits, grid that this plan needs) of each entry.
+
+        attend: one CTA per worker of the plan's traits. merge: the count is read on the device.
+        """
+        plan = loaded.plan
+        rows = loaded.merge_rows.shape[0] * num_qo_heads
+        workers = plan.traits.num_workers
+        return (workers, workers if loaded.work.shape[0] else 0), (
+            self.merge_grid,
+            min(self.merge_grid, -(-rows // MERGE_WARPS)),
+        )
 
     def pack_header(self, loaded: Loaded, target: np.ndarray) -> None:
         """Write what the kernels read of a plan (pack.HEADER)."""
         pack.fill_header(loaded, target)
 
+    def repeat(self, call: Call, capturable: bool) -> Repeat:
+        """What runs a call, and later ones that differ in addresses, scale and stream alone."""
+        return Repeat(self, call, capturable)
+
     def _arguments(self, call: Call) -> bytes:
         table: Any = call.params.table
-        return pack.fill_run(call, self.itemsize).tobytes() + (table.tobytes() or bytes(64))
+        return pack.fill_run(call, self.itemsize) + (table.tobytes() or bytes(64))
 
     def attend(self, call: Call) -> None:
-        """Run every work item: one CTA per worker of the plan's traits."""
-        grid = call.loaded.plan.traits.num_workers
-        self.module.launch(ATTEND, grid, self._arguments(call), call.stream)
+        """Run every work item."""
+        launch(self.entries[0], call.loaded.plan.traits.num_workers, self._arguments(call), call.stream)
 
     def merge(self, call: Call) -> None:
-        """Fold and finish the rows of the merge list; the count is read on the device."""
-        self.module.launch(MERGE, self.merge_grid, self._arguments(call), call.stream)
+        """Fold and finish the rows of the merge list."""
+        launch(self.entries[1], self.merge_grid, self._arguments(call), call.stream)
 
     def place(self, name: str, array: np.ndarray) -> TensorView:
         """A parameter's host array on the device; equal arrays are copied once, so that a captured run finds them there."""
@@ -96,3 +182,9 @@ class CudaKernel:
     def append(self, call: AppendCall) -> None:
         """Store new rows of K and V."""
         self.appender.run(call)
+
+    def copy_pages(
+        self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int
+    ) -> None:
+        """Copy pages of K and V to other pages of the same pools."""
+        self.appender.copy_pages(pools, pages, stream)

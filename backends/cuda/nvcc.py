@@ -18,14 +18,15 @@ from typing import Any
 from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
-from attnrt.backends.cuda.render import ATTEND, THREADS
+from attnrt.backends.cuda.kernel import launch_record
+from attnrt.backends.cuda.render import ATTEND
 from attnrt.config import config
 from attnrt.errors import CompileError
 
 __all__ = ["NvccBackend", "find_nvcc", "load"]
 
 _SURFACE = """
-int attnrt_launch(int kernel, int device, unsigned grid, const void* params, void* stream);
+int attnrt_kernel(int kernel, int device, unsigned long long* handle, int* smem);
 const char* attnrt_error(int code);
 """
 
@@ -61,8 +62,8 @@ def host_text(names: tuple[str, ...]) -> str:
     )
     return f"""
 {smem}
-// Launches on the given device and puts the caller's current device back.
-extern "C" int attnrt_launch(int kernel, int device, unsigned grid, const void* params, void* stream) {{
+// The driver's handle of a kernel on a device, and its dynamic shared memory; the caller's current device is put back.
+extern "C" int attnrt_kernel(int kernel, int device, unsigned long long* handle, int* smem_bytes) {{
   const void* function = nullptr;
   int smem = 0, before = 0;
   switch (kernel) {{
@@ -71,15 +72,13 @@ extern "C" int attnrt_launch(int kernel, int device, unsigned grid, const void* 
   }}
   cudaError_t code = cudaGetDevice(&before);
   if (code == cudaSuccess && before != device) code = cudaSetDevice(device);
-  static bool ready[64][{len(names)}];
-  if (code == cudaSuccess && !ready[device][kernel]) {{
-    if (smem > 48 << 10) code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    ready[device][kernel] = code == cudaSuccess;
+  if (code == cudaSuccess && smem > 48 << 10) {{
+    code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
   }}
-  void* arguments[] = {{const_cast<void*>(params)}};
-  if (code == cudaSuccess) {{
-    code = cudaLaunchKernel(function, dim3(grid), dim3({THREADS}), arguments, smem, static_cast<cudaStream_t>(stream));
-  }}
+  cudaFunction_t found = nullptr;
+  if (code == cudaSuccess) code = cudaGetFuncBySymbol(&found, function);
+  *handle = reinterpret_cast<unsigned long long>(found);
+  *smem_bytes = smem;
   if (before != device) cudaSetDevice(before);
   return code;
 }}
@@ -89,7 +88,7 @@ extern "C" const char* attnrt_error(int code) {{ return cudaGetErrorString(stati
 
 
 class SharedModule:
-    """A shared library of kernels, opened by cffi in ABI mode."""
+    """A shared library of kernels, opened by cffi in ABI mode: it gives handles, the driver shim launches them."""
 
     def __init__(self, device: int, path: Path, names: tuple[str, ...]) -> None:
         from cffi import FFI
@@ -97,16 +96,17 @@ class SharedModule:
         self.ffi = FFI()
         self.ffi.cdef(_SURFACE)
         self.lib: Any = self.ffi.dlopen(str(path))
-        self.device, self.names = device, names
+        self._entries = {}
+        for i, name in enumerate(names):
+            handle, smem = self.ffi.new("unsigned long long *"), self.ffi.new("int *")
+            code = self.lib.attnrt_kernel(i, device, handle, smem)
+            if code:
+                text = self.ffi.string(self.lib.attnrt_error(code)).decode()
+                raise driver.CudaError(f"kernel {name}", "must load", f"error {code}: {text}")
+            self._entries[name] = launch_record(device, handle[0], smem[0])
 
-    def launch(self, name: str, grid: int, arguments: bytes, stream: int) -> None:
-        pointer = self.ffi.cast("void *", stream)
-        code = self.lib.attnrt_launch(
-            self.names.index(name), self.device, grid, self.ffi.from_buffer(arguments), pointer
-        )
-        if code:
-            text = self.ffi.string(self.lib.attnrt_error(code)).decode()
-            raise driver.CudaError(f"launch of {name}", "must succeed", f"error {code}: {text}")
+    def entry(self, name: str) -> Any:
+        return self._entries[name]
 
 
 def _flags(arch: str) -> list[str]:

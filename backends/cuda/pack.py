@@ -6,7 +6,10 @@ The rendered source asserts every size, so a change on one side alone does not c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import struct
+from functools import lru_cache
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,10 +24,13 @@ __all__ = [
     "LAUNCH_RUN",
     "MAX_PARTS",
     "PAGED_KV",
+    "aligned",
     "fill_header",
     "fill_run",
     "layout_asserts",
     "paged",
+    "paged_bytes",
+    "run_offsets",
 ]
 
 MAX_PARTS = 16
@@ -59,7 +65,10 @@ PART_POINTERS = (
     "mask_offset",
     "mask_begin",
 )
-PART = np.dtype([(name, "<u8") for name in PART_POINTERS] + [("block", FAST_DIV), ("heads", "<i4")])
+PART = np.dtype(
+    [(name, "<u8") for name in PART_POINTERS]
+    + [("block", FAST_DIV), ("heads", "<i4"), ("queries", "<i4"), ("pad", "<i4")]
+)
 RULER = np.dtype([("count", "<i4", (MAX_STEPS,)), ("size", "<i4", (MAX_STEPS,)), ("tail", "<i4")])
 HEADER_POINTERS = (
     "work",
@@ -111,6 +120,7 @@ def layout_asserts() -> str:
     return "\n".join(lines)
 
 
+@lru_cache(maxsize=1024)
 def fast_div(divisor: int) -> tuple[int, int, int]:
     """(divisor, mul, shift) for 31-bit dividends: n // divisor == (n * mul) >> (32 + shift), or n >> shift if mul is 0.
 
@@ -123,24 +133,41 @@ def fast_div(divisor: int) -> tuple[int, int, int]:
     return divisor, -(-(1 << (31 + log)) // divisor), log - 1
 
 
-def _pointer(view: Any) -> int:
-    return 0 if view is None else view.ptr
+# The dtypes above say what lies where; packing goes through struct, which is an order of magnitude faster than records.
+_PAGED = struct.Struct("<QqqqqIIIi")
+_PART = struct.Struct(f"<{len(PART_POINTERS)}QIIIiii")
+_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Qiiii")
+_RULER = struct.Struct(f"<{2 * MAX_STEPS + 1}i")
+_RUN = struct.Struct("<QQqqQqqqqIIIiQqqqqIIIiQqqQqqfi")
+assert (_PAGED.size, _PART.size, _RULER.size, _RUN.size) == tuple(
+    dtype.itemsize for dtype in (PAGED_KV, PART, RULER, LAUNCH_RUN)
+)
+_AT_RULERS, _AT_PARTS = (int(HEADER.fields[name][1]) for name in ("rulers", "parts"))  # type: ignore[index]
 
 
-def _ruler(klass: NumericClass) -> tuple[list[int], list[int], int]:
+_part_views = attrgetter(*PART_POINTERS)
+_header_views = attrgetter(*HEADER_POINTERS)
+
+
+@lru_cache(maxsize=64)
+def _rulers(classes: tuple[NumericClass, ...]) -> bytes:
+    return b"".join(_ruler(klass) for klass in classes)
+
+
+def _ruler(klass: NumericClass) -> bytes:
     steps = list(klass.ruler.steps)
     assert len(steps) <= MAX_STEPS, "RulerDesc has room for four runs of leaves"
     steps += [(0, 0)] * (MAX_STEPS - len(steps))
-    return [count for count, _ in steps], [size for _, size in steps], klass.ruler.tail
+    return _RULER.pack(*(count for count, _ in steps), *(size for _, size in steps), klass.ruler.tail)
 
 
-def _part(part: PartViews) -> tuple[Any, ...]:
-    pointers = tuple(_pointer(getattr(part, name)) for name in PART_POINTERS)
-    return (*pointers, fast_div(part.block_size), part.heads)
+def _part(part: PartViews) -> tuple[int, ...]:
+    pointers = [0 if view is None else view.ptr for view in _part_views(part)]
+    return (*pointers, *fast_div(part.block_size), part.heads, part.request.shape[0], 0)
 
 
 def fill_header(loaded: Loaded, target: np.ndarray) -> None:
-    """Write the PlanHeader of a loaded plan.
+    """Write the PlanHeader of a loaded plan; places of parts that it does not have stay as they are, unread.
 
     Parameters
     ----------
@@ -156,42 +183,59 @@ def fill_header(loaded: Loaded, target: np.ndarray) -> None:
         raise LimitError(
             "parts of an index on CUDA", len(loaded.parts), MAX_PARTS, "Merge levels of the cascade"
         )
-    plan, header = loaded.plan, np.zeros((), HEADER)
-    for name in HEADER_POINTERS:
-        header[name] = _pointer(getattr(loaded, name))
-    header["num_workers"] = len(plan.work.worker_indptr) - 1
-    header["num_merges"] = len(plan.merge)
-    header["num_parts"] = len(loaded.parts)
-    header["pairwise"] = plan.tree == "pairwise"
-    for i, klass in enumerate(plan.traits.classes):
-        header["rulers"][i] = _ruler(klass)
+    plan = loaded.plan
+    pointers = [0 if view is None else view.ptr for view in _header_views(loaded)]
+    counts = (len(plan.work.worker_indptr) - 1, len(plan.merge), len(loaded.parts), plan.tree == "pairwise")
+    buffer = memoryview(target)
+    _COUNTS.pack_into(buffer, 0, *pointers, *counts)
+    rulers = _rulers(plan.traits.classes)
+    buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
     for i, part in enumerate(loaded.parts):
-        header["parts"][i] = _part(part)
-    target[: HEADER.itemsize] = header.reshape(1).view(np.uint8)
+        _PART.pack_into(buffer, _AT_PARTS + i * _PART.size, *_part(part))
 
 
-def paged(view: PagedView, itemsize: int) -> tuple[Any, ...]:
-    """PagedKv of a cache of elements of ``itemsize`` bytes."""
+def aligned(view: PagedView, itemsize: int) -> bool:
+    """Whether all strides are multiples of 16 bytes."""
+    return not ((view.stride_page | view.stride_token | view.stride_head) * itemsize & 15)
+
+
+def paged(view: PagedView, itemsize: int) -> tuple[int, ...]:
+    """PagedKv of a cache of elements of ``itemsize`` bytes, as the numbers of a struct."""
+    vectors = view.ptr % 16 == 0 and aligned(view, itemsize)
     strides = (view.stride_page, view.stride_token, view.stride_head)
-    vectors = view.ptr % 16 == 0 and all(stride * itemsize % 16 == 0 for stride in strides)
-    num_slots = view.num_pages * view.page_size
-    return (view.ptr, *strides, num_slots, fast_div(view.page_size), int(vectors))
+    return (view.ptr, *strides, view.num_pages * view.page_size, *fast_div(view.page_size), vectors)
 
 
-def fill_run(call: Call, itemsize: int) -> np.ndarray:
-    """RunParams of a call, as an array of one record; ``itemsize`` is that of the cache's elements."""
-    run = np.zeros(1, LAUNCH_RUN)
+def paged_bytes(view: PagedView, itemsize: int) -> bytes:
+    """PagedKv as bytes."""
+    return _PAGED.pack(*paged(view, itemsize))
+
+
+def fill_run(call: Call, itemsize: int) -> bytes:
+    """RunParams of a call; ``itemsize`` is that of the cache's elements."""
     lse = (0, 0, 0) if call.lse is None else (call.lse.ptr, *call.lse.strides)
-    run[0] = (
+    return _RUN.pack(
         call.loaded.header.ptr,  # type: ignore[union-attr]
         call.q.ptr,
         *call.q.strides[:2],
-        paged(call.k, itemsize),
-        paged(call.v, itemsize),
+        *paged(call.k, itemsize),
+        *paged(call.v, itemsize),
         call.out.ptr,
         *call.out.strides[:2],
         *lse,
         call.sm_scale,
         call.q.shape[1],
     )
-    return run
+
+
+def run_offsets() -> dict[str, int]:
+    """Where the numbers that a run changes lie in RunParams: attnrt_run_t's at_* fields (native/driver.h)."""
+    fields = LAUNCH_RUN.fields
+    assert fields is not None
+    at = {name: int(fields[name][1]) for name in ("q", "k", "v", "out", "lse")}
+    vectors = int(PAGED_KV.fields["vectors"][1])  # type: ignore[index]
+    return at | {
+        "scale": int(fields["sm_scale"][1]),
+        "vectors_k": at["k"] + vectors,
+        "vectors_v": at["v"] + vectors,
+    }

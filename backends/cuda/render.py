@@ -91,11 +91,13 @@ extern "C" __device__ const int {SMEM} =
 extern "C" __global__ void __launch_bounds__({THREADS}, {config.ctas_per_sm})
 {ATTEND}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(128) char smem[];
+  attnrt::wait_for_predecessors();
   attnrt::Attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem).run();
 }}
 
 extern "C" __global__ void __launch_bounds__({THREADS})
 {MERGE}(const __grid_constant__ attnrt::Launch launch) {{
+  attnrt::wait_for_predecessors();
   attnrt::Merge<attnrt::Config, attnrt::Variant>(launch.run, launch.params).run();
 }}
 """

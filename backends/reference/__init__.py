@@ -12,16 +12,20 @@ from attnrt.scheduler.base import Traits
 from attnrt.scheduler.machines import token_traits, traits_of
 
 if TYPE_CHECKING:
-    from attnrt.backends.base import AppendCall, Call
+    from attnrt.backends.base import AppendCall, Call, PagedView
     from attnrt.device import Device
     from attnrt.formats.base import Features
     from attnrt.spec import AttentionSpec
+    from attnrt.tensor import TensorView
 
 __all__ = ["ReferenceBackend", "load"]
 
 
 class ReferenceKernel:
-    """One spec's kernel: it reads everything from the call."""
+    """One spec's kernel: a run reads everything from the call."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
 
     def attend(self, call: Call) -> None:
         from attnrt.backends.reference.attend import attend_items
@@ -47,6 +51,17 @@ class ReferenceKernel:
         )
         first = times[:, 0].min() if len(times) else 0
         return np.column_stack([worker, times - first])
+
+    def copy_pages(
+        self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int
+    ) -> None:
+        """Copy pages of K and V to other pages of the same pools."""
+        from attnrt.backends.reference.views import cache_array
+
+        source, target = (view.numpy() for view in pages)
+        for pool, dim in zip(pools, (self.spec.head_dim, self.spec.head_dim_vo), strict=False):
+            cache = cache_array(pool, self.spec.num_kv_heads, dim)
+            cache[target] = cache[source]
 
     def append(self, call: AppendCall) -> None:
         from attnrt.backends.reference.append import append_rows
@@ -75,7 +90,7 @@ class ReferenceBackend:
         return token_traits(traits) if deterministic == "token" else traits
 
     def compile(self, spec: AttentionSpec, features: Features, device: Device) -> ReferenceKernel:
-        return ReferenceKernel()
+        return ReferenceKernel(spec)
 
 
 def load() -> ReferenceBackend:

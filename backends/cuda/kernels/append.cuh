@@ -81,4 +81,31 @@ __device__ __forceinline__ void append_rows(const AppendParams& p, const ParamRe
   }
 }
 
+// python: backends/cuda/append.py writes the same layout.
+struct CopyParams {
+  PagedKv pool;
+  const long long* from;  // [pages] ids; a pair with an id outside of the pool is skipped
+  const long long* to;
+  long long num_pages;  // of the pool
+  int pages, heads, head_dim;
+};
+
+// One warp per (page, token, KV head). No page is both read and written: the host has checked that.
+template <Dtype T>
+__device__ __forceinline__ void copy_pages(const CopyParams& p) {
+  typedef typename Bits<T>::type Element;
+  const int lane = threadIdx.x % 32, size = p.pool.page.divisor;
+  const long long warps = static_cast<long long>(gridDim.x) * (blockDim.x / 32);
+  const long long total = static_cast<long long>(p.pages) * size * p.heads;
+  for (long long i = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; i < total; i += warps) {
+    const int head = static_cast<int>(i % p.heads), token = static_cast<int>(i / p.heads % size);
+    const long long pair = i / p.heads / size;
+    const long long from = p.from[pair], to = p.to[pair];
+    if (from < 0 || to < 0 || from >= p.num_pages || to >= p.num_pages) continue;
+    const long long inside = token * p.pool.stride_token + head * p.pool.stride_head;
+    Element* pool = reinterpret_cast<Element*>(const_cast<char*>(p.pool.ptr)) + inside;
+    for (int d = lane; d < p.head_dim; d += 32) pool[to * p.pool.stride_page + d] = pool[from * p.pool.stride_page + d];
+  }
+}
+
 }  // namespace attnrt

@@ -21,6 +21,9 @@ class Attend {
   static constexpr int kMB = Config::m_blocks;
   static constexpr int kNS = L::kWarpKeys / 8;   // 8-key blocks of scores per warp
   static constexpr int kNO = L::kWarpCols / 8;   // 8-column blocks of output per warp
+  // Wide heads have no registers for more.
+  static constexpr int kUnrollD = L::kDim > 256 ? 2 : L::kDim / 16;
+  static constexpr int kUnrollKeys = L::kDimVo > 256 ? 1 : L::kTile / 16;
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
 
  public:
@@ -41,17 +44,12 @@ class Attend {
     Cursor<Config, Variant> ahead(p_, blockIdx.x);
     stage_ = 0;
     fill_ = 0;
-#pragma unroll 1
-    for (int s = 0; s < L::kStages - 1; ++s) fetch(ahead);
-    const int end = p_.plan->worker_indptr[blockIdx.x + 1];
-    for (int i = p_.plan->worker_indptr[blockIdx.x]; i < end; ++i) {
-      const WorkItem item = p_.plan->work[i];
-      const int passes = passes_of<L::kRows, Config::group>(item);
+    due_ = L::kStages;
+    // Read again where they are needed: the tile loop has no registers to spare for what the first-level cache holds.
+    for (int i = p_.plan->worker_indptr[blockIdx.x]; i < p_.plan->worker_indptr[blockIdx.x + 1]; ++i) {
+      const WorkItem& item = p_.plan->work[i];
       for (int head = item.head_begin; head < item.head_end; ++head) {
-        for (int pass = 0; pass < passes; ++pass) {
-          first_ = pass * L::kRows;
-          run_rows(item, head, ahead);
-        }
+        for (first_ = 0; first_ < (item.q_end - item.q_begin) * Config::group; first_ += L::kRows) run_rows(item, head, ahead);
       }
     }
     ptx::cp_async_wait<0>();
@@ -61,15 +59,38 @@ class Attend {
   struct State {
     float m[kMB][2], l[kMB][2];
     float acc[kMB][kNO][4];
+
+    // Moves every row half one place up. A rolled loop that takes the first and shifts visits all of them without an index into
+    // registers, and its body is compiled once: what ends a row is large and rare.
+    __device__ __forceinline__ void shift() {
+#pragma unroll
+      for (int b = 0; b < kMB; ++b) {
+        m[b][0] = m[b][1];
+        l[b][0] = l[b][1];
+        if (b + 1 < kMB) {
+          m[b][1] = m[b + 1][0];
+          l[b][1] = l[b + 1][0];
+        }
+#pragma unroll
+        for (int n = 0; n < kNO; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            acc[b][n][e] = acc[b][n][2 + e];
+            if (b + 1 < kMB) acc[b][n][2 + e] = acc[b + 1][n][e];
+          }
+      }
+    }
   };
 
+  // Fills free stages, at first all of them. The only call of the loader: it is inlined, and half of the code.
   __device__ __forceinline__ void fetch(Cursor<Config, Variant>& ahead) {
-    if (!ahead.done()) {
-      load_tile<Config, Variant>(p_, ahead, smem_, fill_, meta_);
-      ahead.advance();
+#pragma unroll 1
+    for (; due_ > 0; --due_) {
+      if (ahead.advance()) load_tile<Config, Variant>(p_, ahead, smem_, fill_, meta_);
+      ptx::cp_async_commit();
+      fill_ = fill_ + 1 == L::kStages ? 0 : fill_ + 1;
     }
-    ptx::cp_async_commit();
-    fill_ = fill_ + 1 == L::kStages ? 0 : fill_ + 1;
+    due_ = 1;
   }
 
   __device__ __forceinline__ void run_rows(const WorkItem& item, int head, Cursor<Config, Variant>& ahead) {
@@ -77,7 +98,7 @@ class Attend {
     __syncthreads();  // the tile before is done with Q and the row tables
     open_rows<Config, Variant>(p_, params_, item, part, head, first_, meta_);
     load_q<Config, Variant>(p_, params_, head, smem_, meta_);
-    blocks_ = (min((item.q_end - item.q_begin) * Config::group - first_, L::kRows) + 15) / 16;
+    if (kMB > 1) blocks_ = (min((item.q_end - item.q_begin) * Config::group - first_, L::kRows) + 15) / 16;
     __syncthreads();
 
     const RulerDesc& ruler = p_.plan->rulers[item.klass];
@@ -89,9 +110,10 @@ class Attend {
       const int start = ruler.start(leaf);
       const int stop = min(ruler.start(leaf + 1), item.kv_end);
       for (int tile = first_tile<L::kTile>(start, item.kv_begin); tile < stop; tile += L::kTile) {
-        ptx::cp_async_wait<L::kStages - 2>();
-        __syncthreads();  // the tile has arrived for all, and all are done with the one before
+        __syncthreads();  // all are done with the tile before, whose stage is filled now
         fetch(ahead);
+        ptx::cp_async_wait<L::kStages - 1>();
+        __syncthreads();  // the tile has arrived for all
         step(item, head, tile, state);
         stage_ = stage_ + 1 == L::kStages ? 0 : stage_ + 1;
       }
@@ -118,6 +140,9 @@ class Attend {
     }
   }
 
+  __device__ __forceinline__ int blocks() const { return kMB == 1 ? 1 : blocks_; }
+  // Whether a block has no rows; the first one always has.
+  __device__ __forceinline__ bool idle(int block) const { return block > 0 && block >= blocks(); }
   __device__ __forceinline__ int row_of(int block, int half) const { return block * 16 + half * 8 + lane_ / 4; }
 
   // One KV tile: scores, weights, output.
@@ -159,7 +184,7 @@ class Attend {
     const unsigned rows = ptx::smem_addr(k) + warp_ * L::kWarpKeys * L::kPitchK;
     const unsigned k_two = rows + (lane_ / 16 * 8 + lane_ % 8) * L::kPitchK + lane_ / 8 % 2 * 16;
     const unsigned k_one = rows + lane_ % 8 * L::kPitchK + lane_ / 8 % 2 * 16;
-#pragma unroll
+#pragma unroll(kUnrollD)
     for (int d = 0; d < L::kDim / 16; ++d) {
       unsigned kb[4];
       if constexpr (kNS == 2) {
@@ -172,7 +197,7 @@ class Attend {
       }
 #pragma unroll
       for (int b = 0; b < kMB; ++b) {
-        if (b < blocks_) {
+        if (!idle(b)) {
           unsigned a[4];
           ptx::ldmatrix_x4(a, q + b * 16 * L::kPitchK + d * 32);
 #pragma unroll
@@ -189,17 +214,16 @@ class Attend {
                        meta_.pos_min[stage_][warp_] >= meta_.low_max && meta_.pos_max[stage_][warp_] <= meta_.high_min &&
                        tile + L::kTile <= meta_.limit_min;
     const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
+    const unsigned live = whole ? 0xffffffffu : seen_bits(item, head, tile);
 #pragma unroll
     for (int b = 0; b < kMB; ++b) {
-      if (b >= blocks_) continue;
+      if (idle(b)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int r = row_of(b, half);
-        const bool hooks = Variant::has_logits || !Variant::mask_is_interval;
         Ctx c;
         typename Variant::Row row;
-        if constexpr (hooks) {
-          c = row_ctx<Config, Variant>(p_, meta_, r, head);
+        if constexpr (Variant::has_logits) {
+          c = row_ctx<Config, Variant>(p_, meta_, row_of(b, half), head);
           row = Variant::row(params_, c);
         }
 #pragma unroll
@@ -207,28 +231,50 @@ class Attend {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[b][n][2 * half + e];
-            const int key = warp_ * L::kWarpKeys + n * 8 + lane_ % 4 * 2 + e;
-            if constexpr (hooks) {
+            if constexpr (Variant::has_logits) {
+              const int key = key_of(n, e);
               c.kv_pos = meta_.pos[stage_][key];
               c.kv_slot = meta_.slot[stage_][key];
             }
             x = Variant::logits(params_, row, c, x * scale);
             if constexpr (Variant::has_logits && Variant::use_softmax) x *= kLog2e;
-            if (!whole) x = seen(part_mask(item), r, row, c, key, tile) ? x : (Variant::use_softmax ? neg_inf() : 0.0f);
+            if (!(live >> ((2 * b + half) * 2 * kNS + 2 * n + e) & 1)) x = Variant::use_softmax ? neg_inf() : 0.0f;
           }
       }
     }
   }
 
-  __device__ __forceinline__ const unsigned char* part_mask(const WorkItem& item) const {
-    return Variant::reads_index_mask ? p_.plan->parts[item.part].mask : nullptr;
+  __device__ __forceinline__ int key_of(int n, int e) const { return warp_ * L::kWarpKeys + n * 8 + lane_ % 4 * 2 + e; }
+
+  // Which of this lane's scores are seen, one bit each in the order of logits().
+  __device__ __forceinline__ unsigned seen_bits(const WorkItem& item, int head, int tile) const {
+    static_assert(4 * kMB * kNS <= 32);
+    const unsigned char* mask = Variant::reads_index_mask ? p_.plan->parts[item.part].mask : nullptr;
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int i = 2 * blocks() - 1; i >= 0; --i) {
+      const int r = row_of(0, i);
+      Ctx c;
+      typename Variant::Row row;
+      if constexpr (!Variant::mask_is_interval) {
+        c = row_ctx<Config, Variant>(p_, meta_, r, head);
+        row = Variant::row(params_, c);
+      }
+#pragma unroll
+      for (int k = 2 * kNS - 1; k >= 0; --k) bits = bits << 1 | (seen(mask, r, row, c, key_of(k / 2, k % 2), tile) ? 1u : 0u);
+    }
+    return bits;
   }
 
   template <class Row>
-  __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, const Ctx& c, int key, int tile) const {
+  __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, Ctx& c, int key, int tile) const {
     const int pos = meta_.pos[stage_][key];
     bool yes = pos != kDeadKey && pos >= meta_.low[r] && pos <= meta_.high[r] && tile + key < meta_.limit[r];
-    if constexpr (!Variant::mask_is_interval) yes = yes && Variant::mask(params_, row, c);
+    if constexpr (!Variant::mask_is_interval) {
+      c.kv_pos = pos;
+      c.kv_slot = meta_.slot[stage_][key];
+      yes = yes && Variant::mask(params_, row, c);
+    }
     if constexpr (Variant::reads_index_mask) {
       if (yes && meta_.mask_bit[r] != kNoMask && tile + key >= meta_.mask_from[r]) {
         const long long bit = meta_.mask_bit[r] + tile + key;
@@ -241,7 +287,7 @@ class Attend {
   __device__ __forceinline__ void row_maxima(const float (&s)[kMB][kNS][4]) {
 #pragma unroll
     for (int b = 0; b < kMB; ++b) {
-      if (b >= blocks_) continue;
+      if (idle(b)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float m = neg_inf();
@@ -258,7 +304,7 @@ class Attend {
   __device__ __forceinline__ void weights(float (&s)[kMB][kNS][4], State& state) const {
 #pragma unroll
     for (int b = 0; b < kMB; ++b) {
-      if (b >= blocks_) continue;
+      if (idle(b)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = row_of(b, half);
@@ -296,7 +342,7 @@ class Attend {
   __device__ __forceinline__ void store_weights(const float (&s)[kMB][kNS][4]) const {
 #pragma unroll
     for (int b = 0; b < kMB; ++b) {
-      if (b >= blocks_) continue;
+      if (idle(b)) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         char* row = smem_ + L::kOffsetP + row_of(b, half) * L::kPitchP + (warp_ * L::kWarpKeys + lane_ % 4 * 2) * 2;
@@ -312,12 +358,12 @@ class Attend {
   __device__ __forceinline__ void accumulate(const char* v, State& state) const {
     const unsigned weights = ptx::smem_addr(smem_ + L::kOffsetP) + lane_ % 16 * L::kPitchP + lane_ / 16 * 16;
     const unsigned cols = ptx::smem_addr(v) + lane_ % 16 * L::kPitchV + warp_ * L::kWarpCols * 2;
-#pragma unroll
+#pragma unroll(kUnrollKeys)
     for (int key = 0; key < L::kTile / 16; ++key) {
       unsigned a[kMB][4];
 #pragma unroll
       for (int b = 0; b < kMB; ++b)
-        if (b < blocks_) ptx::ldmatrix_x4(a[b], weights + b * 16 * L::kPitchP + key * 32);
+        if (!idle(b)) ptx::ldmatrix_x4(a[b], weights + b * 16 * L::kPitchP + key * 32);
 #pragma unroll
       for (int n = 0; n < kNO; n += 2) {
         unsigned vb[4];
@@ -331,7 +377,7 @@ class Attend {
         }
 #pragma unroll
         for (int b = 0; b < kMB; ++b) {
-          if (b >= blocks_) continue;
+          if (idle(b)) continue;
           ptx::mma_m16n8k16<kH>(state.acc[b][n], a[b], vb[0], vb[1]);
           if (n + 1 < kNO) ptx::mma_m16n8k16<kH>(state.acc[b][n + 1], a[b], vb[2], vb[3]);
         }
@@ -380,60 +426,58 @@ class Attend {
       }
   }
 
-  __device__ __forceinline__ void store_state(const WorkItem& item, int leaf, const State& state) const {
+  // Both of these use the state up.
+  __device__ __forceinline__ void store_state(const WorkItem& item, int leaf, State& state) const {
     const int queries = item.q_end - item.q_begin;
     const long long heads = static_cast<long long>(p_.num_qo_heads);
-#pragma unroll
-    for (int b = 0; b < kMB; ++b)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row_of(b, half);
-        const int query = (first_ + r) / Config::group;
-        if (query >= queries) continue;
-        const long long at = (static_cast<long long>(item.slot) + leaf * queries + query) * heads + meta_.qo_head[r];
-        if (warp_ == 0 && lane_ % 4 == 0) {
-          reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(state.m[b][half], state.l[b][half]);
-        }
-#pragma unroll
-        for (int n = 0; n < kNO; ++n) {
-          const int col = warp_ * L::kWarpCols + n * 8 + lane_ % 4 * 2;
-          float* to = p_.plan->partial_acc + at * Config::head_dim_vo + col;
-          if (col < Config::head_dim_vo) to[0] = state.acc[b][n][2 * half];
-          if (col + 1 < Config::head_dim_vo) to[1] = state.acc[b][n][2 * half + 1];
-        }
+#pragma unroll 1
+    for (int i = 0; i < 2 * blocks(); ++i, state.shift()) {
+      const int r = row_of(0, i);
+      const int query = (first_ + r) / Config::group;
+      if (query >= queries) continue;
+      const long long at = (static_cast<long long>(item.slot) + leaf * queries + query) * heads + meta_.qo_head[r];
+      if (warp_ == 0 && lane_ % 4 == 0) {
+        reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(state.m[0][0], state.l[0][0]);
       }
+      float* to = p_.plan->partial_acc + at * Config::head_dim_vo;
+#pragma unroll
+      for (int n = 0; n < kNO; ++n) {
+        const int col = col_of(n);
+        if (real(col)) to[col] = state.acc[0][n][0];
+        if (real(col + 1)) to[col + 1] = state.acc[0][n][1];
+      }
+    }
   }
 
-  __device__ __forceinline__ void finish(const State& state) const {
+  __device__ __forceinline__ void finish(State& state) const {
     typedef typename Bits<Config::out_type>::type Element;
+#pragma unroll 1
+    for (int i = 0; i < 2 * blocks(); ++i, state.shift()) {
+      const int r = row_of(0, i);
+      if (meta_.qo_row[r] < 0) continue;
+      const Ctx c = row_ctx<Config, Variant>(p_, meta_, r, meta_.qo_head[r] / Config::group);
+      const FinishRow row = finish_head<Variant>(params_, c, state.m[0][0], state.l[0][0]);
+      if (warp_ == 0 && lane_ % 4 == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
+      Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, 0));
 #pragma unroll
-    for (int b = 0; b < kMB; ++b)
+      for (int n = 0; n < kNO; ++n)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row_of(b, half);
-        if (meta_.qo_row[r] < 0) continue;
-        const Ctx c = row_ctx<Config, Variant>(p_, meta_, r, meta_.qo_head[r] / Config::group);
-        const FinishRow row = finish_head<Variant>(params_, c, state.m[b][half], state.l[b][half]);
-        if (warp_ == 0 && lane_ % 4 == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
-#pragma unroll
-        for (int n = 0; n < kNO; ++n) {
-          const int col = warp_ * L::kWarpCols + n * 8 + lane_ % 4 * 2;
-          Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, col));
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (col + e < Config::head_dim_vo) {
-              to[e] = finish_value<Config, Variant>(params_, c, row, col + e, state.acc[b][n][2 * half + e]);
-            }
-          }
+        for (int e = 0; e < 2; ++e) {
+          const int col = col_of(n) + e;
+          if (real(col)) to[col] = finish_value<Config, Variant>(params_, c, row, col, state.acc[0][n][e]);
         }
-      }
+    }
   }
+
+  __device__ __forceinline__ static bool real(int col) { return L::kDimVo == Config::head_dim_vo || col < Config::head_dim_vo; }
+  __device__ __forceinline__ int col_of(int n) const { return warp_ * L::kWarpCols + n * 8 + lane_ % 4 * 2; }
 
   const RunParams& p_;
   const ParamRef* params_;
   char* smem_;
   Meta<L>& meta_;
   int lane_, warp_, stage_, fill_, blocks_;
+  int due_;    // stages to fill before the next tile
   int first_;  // row of the item at which this pass starts
 };
 

@@ -68,7 +68,7 @@ __device__ __forceinline__ void convert_tile(const RunParams& p, const ParamRef*
     c.qo_head = kv_head * Config::group;
     c.kv_head = kv_head;
     c.qo_len = p.plan->qo_lens[request];
-    c.kv_len = p.plan->bound_kv_lens ? p.plan->bound_kv_lens[request] : p.plan->kv_lens[request];
+    c.kv_len = kv_len_of(p, request);
     if constexpr (L::kConvertK) {
       convert_row<Config::kv_type, Config::q_type, Config::head_dim, L::kDim, Variant::has_key ? Variant::key_pairing : PAIR_NONE,
                   Variant::key_dim>(raw + key * L::kRawPitchK, smem + L::kOffsetK + key * L::kPitchK, lane, live,

@@ -50,55 +50,43 @@ class TileCursor {
   int tile;  // offset in the request of the tile's first key
 
   __device__ __forceinline__ TileCursor(const RunParams& p, int worker)
-      : p_(p), next_(p.plan->worker_indptr[worker]), end_(p.plan->worker_indptr[worker + 1]), done_(false) {
-    next_item();
-  }
-  __device__ __forceinline__ bool done() const { return done_; }
+      : item(nullptr),
+        tile(0),
+        p_(p),
+        next_(p.plan->worker_indptr[worker]),
+        end_(p.plan->worker_indptr[worker + 1]),
+        pass_(0),
+        leaf_(0),
+        stop_(0) {}
 
-  __device__ __forceinline__ void advance() {
+  // To the next tile, at first to the first one; false: there is none. One place for every step, because all of it is inlined.
+  __device__ __forceinline__ bool advance() {
     tile += kTile;
-    if (tile < stop_) return;
-    if (++leaf_ < item->leaf_end) {
-      open_leaf();
-    } else if (++pass_ < passes_of<kRows, kGroup>(*item)) {
-      leaf_ = item->leaf_begin;
-      open_leaf();
-    } else if (++head < item->head_end) {
-      open_head();
-    } else {
-      next_item();
-    }
-  }
-
- private:
-  __device__ __forceinline__ void next_item() {
-    for (; next_ < end_; ++next_) {
-      item = p_.plan->work + next_;
-      if (item->kv_begin < item->kv_end) {
-        ++next_;
-        part = p_.plan->parts + item->part;
-        head = item->head_begin;
-        open_head();
-        return;
+    if (tile < stop_) return true;
+    if (item == nullptr || ++leaf_ >= item->leaf_end) {
+      if (item == nullptr || ++pass_ >= passes_of<kRows, kGroup>(*item)) {
+        pass_ = 0;
+        if (item == nullptr || ++head >= item->head_end) {
+          do {
+            if (next_ >= end_) return false;
+            item = p_.plan->work + next_++;
+          } while (item->kv_begin >= item->kv_end);
+          part = p_.plan->parts + item->part;
+          head = item->head_begin;
+        }
+        list.open(*part, item->row, head);
       }
+      leaf_ = item->leaf_begin;
     }
-    done_ = true;
-  }
-  __device__ __forceinline__ void open_head() {
-    list.open(*part, item->row, head);
-    pass_ = 0;
-    leaf_ = item->leaf_begin;
-    open_leaf();
-  }
-  __device__ __forceinline__ void open_leaf() {
     const RulerDesc& ruler = p_.plan->rulers[item->klass];
     tile = first_tile<kTile>(ruler.start(leaf_), item->kv_begin);
     stop_ = min(ruler.start(leaf_ + 1), item->kv_end);
+    return true;
   }
 
+ private:
   const RunParams& p_;
   int next_, end_, pass_, leaf_, stop_;
-  bool done_;
 };
 
 }  // namespace attnrt

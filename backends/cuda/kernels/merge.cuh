@@ -70,7 +70,7 @@ class Merge {
   }
 
   // Spans split at the largest power of two below them: a binary counter over the absolute leaf index, missing leaves empty.
-  __device__ __noinline__ State pairwise(const MergeRow& row, int head) const {
+  __device__ __forceinline__ State pairwise(const MergeRow& row, int head) const {
     State stack[kLevels];
     int depth = 0, e = row.slot_begin;
     const int last = row.slot_end > row.slot_begin ? p_.plan->merge_leaves[row.slot_end - 1] : -1;
@@ -96,14 +96,38 @@ class Merge {
     return s;
   }
 
+  // Request and position of the row, for a sink or an output hook that reads them; -1: no request has it (padding). Merge rows do
+  // not carry them, since few variants ask: the warp looks the row up in the parts.
+  __device__ __forceinline__ void find_request(Ctx& c) const {
+#pragma unroll 1
+    for (int i = 0; i < p_.plan->num_parts && c.request < 0; ++i) {
+      const PartDesc& part = p_.plan->parts[i];
+      int at = part.qo_index == nullptr && c.qo_row < part.queries ? c.qo_row : -1;
+#pragma unroll 1
+      for (int first = 0; part.qo_index && first < part.queries && at < 0; first += 32) {
+        const bool hit = first + lane_ < part.queries && part.qo_index[first + lane_] == c.qo_row;
+        const unsigned hits = __ballot_sync(0xffffffffu, hit);
+        if (hits) at = first + __ffs(hits) - 1;
+      }
+      if (at < 0) continue;
+      c.request = part.request[at];
+      c.qo_pos = part.qo_pos[at] + bound_shift(p_, c.request);
+      c.qo_len = p_.plan->qo_lens[c.request];
+      c.kv_len = kv_len_of(p_, c.request);
+    }
+  }
+
   __device__ __forceinline__ void finish(const MergeRow& merge, int head, const State& s) const {
     typedef typename Bits<Config::out_type>::type Element;
     Ctx c;
-    c.request = c.qo_pos = c.kv_pos = c.qo_len = c.kv_len = 0;  // output hooks and sinks read heads and rows
+    c.kv_pos = 0;
     c.kv_slot = 0;
     c.qo_row = merge.qo_row;
     c.qo_head = head;
     c.kv_head = head / Config::group;
+    c.request = -1;
+    c.qo_pos = c.qo_len = c.kv_len = 0;
+    if constexpr (Variant::has_sink || Variant::has_output) find_request(c);
     const FinishRow row = finish_head<Variant>(params_, c, s.m, s.l);
     if (lane_ == 0) store_lse(p_, c.qo_row, head, row.lse);
 #pragma unroll

@@ -8,6 +8,13 @@
 
 namespace attnrt {
 
+// First statement of every kernel: all are launched so that their CTAs may start while the kernel before ends (sm_90).
+__device__ __forceinline__ void wait_for_predecessors() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Division of a 31-bit number by a constant: n / d = (n * mul) >> (32 + shift), or n >> shift when mul is 0 (d a power of two).
 struct FastDiv {
   unsigned divisor;
@@ -49,6 +56,7 @@ struct PartDesc {
   const int* mask_begin;
   FastDiv block;  // tokens per block C
   int heads;      // lists per row: 1 or num_kv_heads
+  int queries;    // length of qo_index, request and qo_pos
 };
 
 // Leaf boundaries of a numeric class (scheduler/base.py Ruler): up to four runs of equal leaves, then a tail.
@@ -113,9 +121,15 @@ struct RunParams {
   int num_qo_heads;
 };
 
-// A request's true lengths where the host only knew bounds: how far keys and the queries' positions move (<= 0).
+// Keys of a request: the bound number where there is one, kept within what the plan was made for.
+__device__ __forceinline__ int kv_len_of(const RunParams& p, int request) {
+  const int most = p.plan->kv_lens[request];
+  return p.plan->bound_kv_lens ? max(0, min(most, p.plan->bound_kv_lens[request])) : most;
+}
+
+// How far the true length moves keys and the queries' positions from where the plan has them (<= 0).
 __device__ __forceinline__ int bound_shift(const RunParams& p, int request) {
-  return p.plan->bound_kv_lens ? p.plan->bound_kv_lens[request] - p.plan->kv_lens[request] : 0;
+  return p.plan->bound_kv_lens ? kv_len_of(p, request) - p.plan->kv_lens[request] : 0;
 }
 
 }  // namespace attnrt

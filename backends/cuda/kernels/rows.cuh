@@ -18,7 +18,7 @@ __device__ __forceinline__ Ctx row_ctx(const RunParams& p, const Meta<Layout<Con
   c.qo_head = meta.qo_head[r];
   c.kv_head = kv_head;
   c.qo_len = p.plan->qo_lens[c.request];
-  c.kv_len = p.plan->bound_kv_lens ? p.plan->bound_kv_lens[c.request] : p.plan->kv_lens[c.request];
+  c.kv_len = kv_len_of(p, c.request);
   c.kv_pos = 0;
   c.kv_slot = 0;
   return c;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* pa
       const int shift = bound_shift(p, request);
       qo_row = part.qo_index ? part.qo_index[query] : query;
       qo_pos = part.qo_pos[query] + shift;
-      if (p.plan->bound_kv_lens) limit = p.plan->bound_kv_lens[request];
+      if (p.plan->bound_kv_lens) limit = kv_len_of(p, request);
       if (Variant::reads_index_mask && part.mask_offset && part.mask_offset[query] >= 0) {
         from = part.mask_begin[item.row] + shift;
         bit = part.mask_offset[query] - from;

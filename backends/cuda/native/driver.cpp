@@ -141,6 +141,19 @@ class Use {
 
 Handle handle(uint64_t value) { return reinterpret_cast<Handle>(value); }
 
+Result enqueue(const attnrt_launch_t& launch, unsigned grid, void* params, uint64_t stream) {
+  LaunchAttribute attribute;
+  LaunchConfig config = {grid, 1, 1, launch.threads, 1, 1, launch.smem, handle(stream), &attribute, 0};
+  if (launch.pdl) {
+    memset(&attribute, 0, sizeof attribute);
+    attribute.id = kProgrammaticStreamSerialization;
+    attribute.value.flag = 1;
+    config.num_attributes = 1;
+  }
+  void* arguments[1] = {params};
+  return cu.LaunchKernelEx(&config, handle(launch.kernel), arguments, nullptr);
+}
+
 }  // namespace
 
 #define WITH_DEVICE(device, call) \
@@ -266,7 +279,14 @@ int attnrt_cuda_library_global(int device, uint64_t library, const char* name, u
   WITH_DEVICE(device, cu.LibraryGetGlobal(ptr, bytes, handle(library), name));
 }
 int attnrt_cuda_kernel_get(int device, uint64_t library, const char* name, uint64_t* kernel) {
-  WITH_DEVICE(device, cu.LibraryGetKernel(reinterpret_cast<Handle*>(kernel), handle(library), name));
+  Use use(device);
+  Handle found = nullptr, function = nullptr;
+  Result r = use.result();
+  if (!r) r = cu.LibraryGetKernel(&found, handle(library), name);
+  // Loads the code now: what is loaded lazily would be loaded by the first launch, which may lie inside a capture.
+  if (!r) r = cu.KernelGetFunction(&function, found);
+  *kernel = reinterpret_cast<uint64_t>(found);
+  return r;
 }
 int attnrt_cuda_kernel_attribute(int device, uint64_t kernel, int attribute, int* value) {
   Use use(device);
@@ -292,17 +312,31 @@ int attnrt_cuda_kernel_occupancy(int device, uint64_t kernel, int threads, size_
 
 int attnrt_cuda_launch(const attnrt_launch_t* launch, void* params, uint64_t stream) {
   Use use(launch->device);
-  if (use.result()) return use.result();
-  LaunchAttribute attribute;
-  LaunchConfig config = {launch->grid, 1, 1, launch->threads, 1, 1, launch->smem, handle(stream), &attribute, 0};
-  if (launch->pdl) {
-    memset(&attribute, 0, sizeof attribute);
-    attribute.id = kProgrammaticStreamSerialization;
-    attribute.value.flag = 1;
-    config.num_attributes = 1;
+  return use.result() ? use.result() : enqueue(*launch, launch->grid, params, stream);
+}
+
+int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse, float scale,
+                    uint64_t stream) {
+  Use use(run->launches[0].device);
+  Result r = use.result();
+  int capturing = 0;
+  if (!r) r = cu.StreamIsCapturing(handle(stream), &capturing);
+  if (!r && capturing && run->forbid_capture) return ATTNRT_CAPTURING;
+  char* args = run->args;
+  const int vectors_k = run->aligned_k && k % 16 == 0, vectors_v = run->aligned_v && v % 16 == 0;
+  memcpy(args + run->at_q, &q, sizeof q);
+  memcpy(args + run->at_k, &k, sizeof k);
+  memcpy(args + run->at_v, &v, sizeof v);
+  memcpy(args + run->at_out, &out, sizeof out);
+  memcpy(args + run->at_lse, &lse, sizeof lse);
+  memcpy(args + run->at_scale, &scale, sizeof scale);
+  memcpy(args + run->at_vectors_k, &vectors_k, sizeof vectors_k);
+  memcpy(args + run->at_vectors_v, &vectors_v, sizeof vectors_v);
+  for (int i = 0; !r && i < run->num_launches; ++i) {
+    const unsigned grid = capturing ? run->launches[i].grid : run->eager_grid[i];
+    if (grid) r = enqueue(run->launches[i], grid, args, stream);
   }
-  void* arguments[1] = {params};
-  return cu.LaunchKernelEx(&config, handle(launch->kernel), arguments, nullptr);
+  return r;
 }
 
 }  // extern "C"

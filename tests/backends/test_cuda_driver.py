@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run does to a stream, told by a driver that writes everything down (fake_driver.cpp): no GPU is needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_driver import build, run_script
+
+pytest.importorskip("attnrt.backends.cuda._driver")
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory):
+    library = build(tmp_path_factory.mktemp("driver"))
+    return lambda text, **environment: run_script(library, text, **environment)
+
+
+def test_a_load_is_one_copy_and_a_run_only_launches(fake):
+    fake("""
+s = spec()
+attn = at.Attention(s, backend=cuda, limits=at.Limits(8, 32, 256, num_pages=64))
+q, kv, out, lse = arrays(s, 4)
+trace()
+attn.plan(paged())
+assert kinds() == ["host_alloc", "copy", "record"]
+for _ in range(3):
+    attn.run(q, kv, out=out, lse=lse)
+    assert kinds() == ["launch"]
+attn.plan(paged((1, 3), (900, 70)))  # cut rows
+assert kinds()[-2:] == ["copy", "record"]
+attn.run(q, kv, out=out, lse=lse)
+lines = trace()
+assert [line.split()[2] for line in lines] == ["attnrt_attend", "attnrt_merge"], lines
+""")
+
+
+def test_a_run_on_another_stream_waits_for_the_load(fake):
+    fake("""
+s = spec()
+attn = at.Attention(s, backend=cuda)
+q, kv, out, lse = arrays(s, 4)
+attn.plan(paged(), stream=5)
+event = [line.split()[2] for line in trace() if line.startswith("record 5")][0]
+attn.run(q, kv, out=out, stream=5)
+assert kinds() == ["launch"]
+for _ in range(2):
+    attn.run(q, kv, out=out, stream=6)
+    lines = trace()
+    assert lines[0] == f"wait 6 {event}" if _ == 0 else len(lines) == 1, lines
+attn.plan(paged(), stream=5)  # what runs on 6 may still read the old plan
+lines = trace()
+recorded = [line.split()[2] for line in lines if line.startswith("record 6")]
+copied = [i for i, line in enumerate(lines) if line.startswith("copy 5")]
+assert recorded and lines.index(f"wait 5 {recorded[0]}") < copied[0]
+""")
+
+
+def test_capture(fake):
+    fake("""
+import pytest
+s = spec()
+q, kv, out, lse = arrays(s, 8)
+free = at.Attention(s, backend=cuda)
+free.plan(paged(), pad_to=8)
+driver.fake_capture(ctypes.c_void_p(9), 1)
+for again in range(2):
+    with pytest.raises(at.CaptureError, match="limits"):
+        free.run(q, kv, out=out, lse=lse, stream=9)
+    free.run(q, kv, out=out, lse=lse, stream=3)
+driver.fake_capture(ctypes.c_void_p(9), 0)
+
+attn = at.Attention(s, backend=cuda, limits=at.Limits(8, 32, 256, num_pages=64))
+attn.plan(paged(), pad_to=8)
+attn.run(q, kv, out=out, lse=lse, stream=3)
+k = at.empty((4, 2, 64), s.q_dtype, "cuda:0")
+trace()
+driver.fake_capture(ctypes.c_void_p(9), 1)
+for again in range(2):
+    with pytest.raises(at.CaptureError, match="out"):
+        attn.run(q, kv, stream=9)
+    with pytest.raises(at.CaptureError, match="lse"):
+        attn.run(q, kv, out=out, return_lse=True, stream=9)
+    assert kinds() == []
+    attn.run(q, kv, out=out, lse=lse, stream=9)
+    lines = trace()  # everything that a later plan may need, and nothing that allocates, waits or copies
+    assert [line.split()[2] for line in lines] == ["attnrt_attend", "attnrt_merge"], lines
+    assert {int(line.split()[3]) for line in lines} == {264, 528}, lines
+with pytest.raises(at.CaptureError):
+    attn.append(k, k, kv, slots=[1, 2, 3, 4], stream=9)
+with pytest.raises(at.CaptureError):
+    attn.copy_pages(kv, [1], [2], stream=9)
+""")
+
+
+def test_the_ring_of_staging_buffers(fake):
+    """Three loads may be in flight; the fourth waits for the first one's copy, on the host."""
+    fake("""
+s = spec()
+attn = at.Attention(s, backend=cuda, limits=at.Limits(8, 32, 256, num_pages=64))
+trace()
+for i in range(5):
+    attn.plan(paged())
+    assert ("event_sync" in kinds()) == (i >= 3), i
+""")
+
+
+def test_a_failing_driver_leaves_the_loaded_plan(fake):
+    fake("""
+import pytest
+s = spec()
+attn = at.Attention(s, backend=cuda)
+q, kv, out, lse = arrays(s, 4, pages=512)
+plan = attn.plan(paged())
+attn.run(q, kv, out=out)
+longer = paged((1, 3), (4000, 70))
+for what, call in (("alloc", lambda: attn.plan(longer)), ("launch", lambda: attn.run(q, kv, out=out, plan=plan))):
+    driver.fake_fail(what.encode(), 2)
+    with pytest.raises(at.AttnrtError, match="out of memory"):
+        call()
+    driver.fake_fail(what.encode(), 0)
+    attn.run(q, kv, out=out, plan=plan)
+attn.plan(longer)
+attn.run(q, kv, out=out)
+""")
+
+
+def test_other_devices(fake):
+    """Each device has its own context, memory and loads; a run refuses arrays of another device."""
+    fake("""
+import pytest
+s = spec()
+for device in ("cuda:1", "cuda:0"):
+    attn = at.Attention(s, backend=cuda, device=device)
+    assert str(attn.device) == device
+    q, kv, out, lse = arrays(s, 4, device=device)
+    attn.plan(paged())
+    attn.run(q, kv, out=out, lse=lse)
+    other = arrays(s, 4, device="cuda:0" if device == "cuda:1" else "cuda:1")
+    with pytest.raises(at.ArgumentError, match=f"must be on {device}"):
+        attn.run(other[0], kv, out=out)
+    attn.run(q, kv, out=out, lse=lse)
+with pytest.raises(at.AttnrtError, match="cuda:7"):
+    at.Attention(s, backend=cuda, device="cuda:7")
+with pytest.raises(at.AttnrtError):
+    at.empty((3,), "float32", "cuda:7")
+""")
+
+
+def test_threads(fake):
+    """Two attentions in two threads; one attention in two threads is refused."""
+    fake("""
+import threading
+s = spec()
+errors = []
+def work(device):
+    try:
+        attn = at.Attention(s, backend=cuda, device=device)
+        q, kv, out, lse = arrays(s, 4, device=device)
+        for i in range(50):
+            attn.plan(paged())
+            attn.run(q, kv, out=out, lse=lse)
+    except Exception as error:
+        errors.append(error)
+threads = [threading.Thread(target=work, args=(f"cuda:{i % 2}",)) for i in range(4)]
+[t.start() for t in threads]; [t.join() for t in threads]
+assert not errors, errors
+attn = at.Attention(s, backend=cuda)
+attn.plan(paged())
+q, kv, out, lse = arrays(s, 4)
+with attn._runtime.lock:
+    import pytest
+    with pytest.raises(at.PlanError, match="one thread"):
+        attn.run(q, kv, out=out)
+""")
+
+
+def test_append_sends_the_plans_slots_once(fake):
+    fake("""
+s = spec()
+attn = at.Attention(s, backend=cuda)
+q, kv, out, lse = arrays(s, 4)
+k = at.empty((4, 2, 64), s.q_dtype, "cuda:0")
+attn.plan(paged())
+attn.append(k, k, kv)
+assert kinds()[-3:] == ["copy", "record", "launch"]
+for layer in range(3):
+    attn.append(k, k, kv)
+    assert kinds() == ["launch"]
+attn.plan(paged())
+trace()
+attn.append(k, k, kv)
+assert kinds()[-3:] == ["copy", "record", "launch"]
+slots = np.array([1, 2, 3, 4])
+for _ in range(2):
+    attn.append(k, k, kv, slots=slots)  # the caller may have changed it
+    assert "copy" in kinds()
+attn.copy_pages(kv, [1, 2], [3, 4])
+assert kinds().count("launch") == 2
+""")
