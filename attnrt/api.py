@@ -138,10 +138,10 @@ class Attention:
             pad_to=pad_to,
             deterministic=runtime.deterministic,
         )
-        if self.workspace.limits is not None:
-            self.workspace.limits.check(found, traits)
         if load:
-            runtime.load(found, stream)
+            runtime.load(found, stream, own=True)
+        elif self.workspace.limits is not None:
+            self.workspace.limits.check(found, traits)
         return found
 
     def load(self, plan: Plan, stream: Any = None) -> None:

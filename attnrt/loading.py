@@ -48,6 +48,7 @@ class Area:
     address: int = 0
     nbytes: int = 0
     owner: Any = None
+    host: Any = None  # uint8 over it, where the host writes device memory itself
 
 
 @dataclass(slots=True, eq=False)

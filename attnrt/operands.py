@@ -54,6 +54,11 @@ class Needs:
     @staticmethod
     def of(plan: Plan) -> Needs:
         parts = plan.index.parts
+        if len(parts) == 1:  # the common case, on every step's path
+            part = parts[0]
+            size = part.block_size[1]
+            slots = (part.max_block + 1) * size
+            return Needs(plan.num_rows, size, frozenset((size,)), slots, part.kv_base is not None)
         return Needs(
             num_rows=plan.num_rows,
             page_size=plan.index.page_size,

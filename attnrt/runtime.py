@@ -62,6 +62,7 @@ class Runtime:
         self._kernels: dict[Features, Kernel] = {}
         self._traits: dict[Features, Traits] = {}
         self._planning: dict[Traits, Traits] = {}
+        self._recent: tuple[Any, Any] = (None, None)
         self._forms: dict[Any, Form] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._defaults: Any = None
@@ -77,11 +78,14 @@ class Runtime:
 
     def traits(self, features: Features) -> Traits:
         """The backend's traits for an index of these features; raises UnsupportedError if it cannot take them."""
+        if features is self._recent[0]:
+            return self._recent[1]
         found = self._traits.get(features)
         if found is None:
             require(self.backend, self.spec, features, self.device)
             found = self.backend.traits(self.spec, features, self.device, self.deterministic)
             self._traits[features] = found
+        self._recent = (features, found)
         return found
 
     def planning_traits(self, traits: Traits) -> Traits:
@@ -117,9 +121,10 @@ class Runtime:
         if self.spec.composed.reads_index_mask and not any(p.features.masked for p in index.parts):
             raise ArgumentError("index", "must own mask bits for custom_mask()", "an index without a mask")
 
-    def load(self, plan: Plan, stream: Any) -> None:
-        """Load a plan; see Attention.load."""
-        self.check_plan(plan)
+    def load(self, plan: Plan, stream: Any, own: bool = False) -> None:
+        """Load a plan; see Attention.load. ``own``: this attention has just made it."""
+        if not own:
+            self.check_plan(plan)
         handle = self.ops.stream(stream)
         kernel = self.compile(features_of_plan(plan))
         if not self.lock.acquire(blocking=False):

@@ -223,8 +223,9 @@ class Workspace:
         home = self.tenants[place]
         target = home.cell.address + home.layout.base
         if self.ops.direct:
-            first = self.ops.host(start, head, tenant.cell.owner)
-            second = self.ops.host(target, index_bytes, home.cell.owner)
+            begin, base = tenant.layout.plan - plan_bytes, home.layout.base
+            first = self._host(tenant)[begin : begin + head]
+            second = self._host(home)[base : base + index_bytes]
         else:
             staged = self._staging.take(head + index_bytes)
             first, second = staged[:head], staged[head : head + index_bytes]
@@ -246,6 +247,13 @@ class Workspace:
                     self.ops.copy(target, second, index_bytes, stream)
             tenant.event = self.ops.record(stream)
             self._staging.sent(tenant.event)
+
+    def _host(self, tenant: Tenant) -> Any:
+        """The bytes of a cell, where the host writes them itself."""
+        cell = tenant.cell
+        if cell.host is None:
+            cell.host = self.ops.host(cell.address, cell.nbytes, cell.owner)
+        return cell.host
 
     def _loaded(
         self, tenant: Tenant, plan: Plan, plan_at: list[int], plan_bytes: int, resident: Resident
