@@ -204,7 +204,8 @@ def _rope(runtime: Runtime, rope: Any) -> Any:
             "rope", "must be a variant with a key hook, attnrt.variants.rope(...)", repr(composed)
         )
     spec = runtime.spec
-    bound = composed.bind({}, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads)
+    place = getattr(runtime.any_kernel(), "place", None)  # arrays that the rotation reads, on the device
+    bound = composed.bind({}, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads, place=place)
     return composed.numpy(bound)
 
 

@@ -71,6 +71,10 @@ class DeviceOps(Protocol):
         """Whether the stream is being captured into a graph."""
         ...
 
+    def synchronize(self, stream: int) -> None:
+        """Block the host until all work of a stream is done."""
+        ...
+
     def stream(self, stream: Any, view: Any = None) -> int:
         """Native handle of the caller's stream; of None: the current stream of the framework of ``view``, or, without a
         view, of the one GPU framework the process has loaded (ArgumentError if there are two)."""
@@ -114,6 +118,9 @@ class HostOps:
 
     def capturing(self, stream: int) -> bool:
         return False
+
+    def synchronize(self, stream: int) -> None:
+        pass
 
     def stream(self, stream: Any, view: Any = None) -> int:
         if stream is not None:

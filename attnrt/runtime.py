@@ -179,9 +179,13 @@ class Runtime:
                 done = run_again(self, q, kv, plan, results, sm_scale, stream)
                 if done is not NOT_YET:
                     return done
-            call, out, lse, _alive = self._call(q, kv, plan, results, sm_scale, stream, params)
+            call, out, lse, alive = self._call(q, kv, plan, results, sm_scale, stream, params)
+            if call.q.framework == "jax":
+                for array in alive:  # JAX works on streams that it does not show
+                    getattr(array, "block_until_ready", int)()
             self._launch(call, not params and (lse is None or results[1] is not None))
             if call.q.framework == "jax":
+                self.ops.synchronize(call.stream)
                 out, lse = to_caller(out, "jax"), None if lse is None else to_caller(lse, "jax")
             return (out, lse) if results[2] else out
         finally:

@@ -135,8 +135,8 @@ class Appender:
 
 
 def _scales(scale: Any, heads: int, label: str) -> list[float]:
-    """One factor per KV head, by value: up to 128 heads of a device."""
-    flat = [1.0] if scale is None else np.asarray(scale, np.float32).reshape(-1).tolist()
+    """One factor per KV head, by value: up to 128 heads of a device; 0: none was given."""
+    flat = [0.0] if scale is None else np.asarray(scale, np.float32).reshape(-1).tolist()
     if len(flat) > MAX_SCALED_HEADS:
         raise UnsupportedError(label, f"must have at most {MAX_SCALED_HEADS} heads on a GPU", heads)
     return flat * MAX_SCALED_HEADS if len(flat) == 1 else flat + [1.0] * (MAX_SCALED_HEADS - len(flat))

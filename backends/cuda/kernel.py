@@ -38,12 +38,12 @@ class Module(Protocol):
         ...
 
 
-def launch_record(device: int, kernel: int, smem: int) -> Any:
-    """A new attnrt_launch_t. Dependent launches start their CTAs early; the kernels begin with the wait (sm_90)."""
+def launch_record(device: int, kernel: int, smem: int, dependent: bool) -> Any:
+    """A new attnrt_launch_t; ``dependent``: CTAs may start while the kernel before ends (sm_90), and begin with a wait."""
     ffi, _ = driver.shim()
     record = ffi.new("attnrt_launch_t *")
     record.device, record.kernel, record.threads, record.smem = device, kernel, THREADS, smem
-    record.pdl = driver.device_attribute(device, driver.MAJOR) >= 9
+    record.pdl = dependent and driver.device_attribute(device, driver.MAJOR) >= 9
     return record
 
 
@@ -58,12 +58,12 @@ def launch(entry: Any, grid: int, arguments: bytes, stream: int) -> None:
 class DriverModule:
     """A cubin, loaded through the driver shim."""
 
-    def __init__(self, device: int, image: bytes, names: tuple[str, ...], has_tiles: bool) -> None:
+    def __init__(self, device: int, image: bytes, names: tuple[str, ...], dependent: bool) -> None:
         self.library = driver.Library(device, image)
         self._entries = {}
         for name in names:
-            smem = self.library.number(SMEM) if has_tiles and name == ATTEND else 0
-            self._entries[name] = launch_record(device, self.library.kernel(name, smem), smem)
+            smem = self.library.number(SMEM) if name == ATTEND else 0
+            self._entries[name] = launch_record(device, self.library.kernel(name, smem), smem, dependent)
 
     def entry(self, name: str) -> Any:
         return self._entries[name]

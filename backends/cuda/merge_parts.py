@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.cuda import driver
+from attnrt.backends.cuda.kernel import launch
 from attnrt.backends.cuda.render import THREADS, flatten
 from attnrt.backends.cuda.tables import ENUMERATORS
 from attnrt.backends.status import AUTO, get
@@ -97,6 +98,6 @@ def merge(call: MergeCall) -> None:
     )
     most = driver.device_attribute(out.device.index, driver.MULTIPROCESSORS) * 16
     grid = min(-(-rows * heads * 32 // THREADS), most)
-    module.launch(MERGE_PARTS, grid, arguments, stream)
+    launch(module.entry(MERGE_PARTS), grid, arguments, stream)
     if call.v[0].framework == "jax":  # its own streams are unknown to us: what it reads next must be there
         ops.synchronize(stream)

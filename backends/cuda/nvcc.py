@@ -19,7 +19,7 @@ from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
 from attnrt.backends.cuda.kernel import launch_record
-from attnrt.backends.cuda.render import ATTEND
+from attnrt.backends.cuda.render import ATTEND, waits
 from attnrt.config import config
 from attnrt.errors import CompileError
 
@@ -90,7 +90,7 @@ extern "C" const char* attnrt_error(int code) {{ return cudaGetErrorString(stati
 class SharedModule:
     """A shared library of kernels, opened by cffi in ABI mode: it gives handles, the driver shim launches them."""
 
-    def __init__(self, device: int, path: Path, names: tuple[str, ...]) -> None:
+    def __init__(self, device: int, path: Path, names: tuple[str, ...], dependent: bool) -> None:
         from cffi import FFI
 
         self.ffi = FFI()
@@ -103,7 +103,7 @@ class SharedModule:
             if code:
                 text = self.ffi.string(self.lib.attnrt_error(code)).decode()
                 raise driver.CudaError(f"kernel {name}", "must load", f"error {code}: {text}")
-            self._entries[name] = launch_record(device, handle[0], smem[0])
+            self._entries[name] = launch_record(device, handle[0], smem[0], dependent)
 
     def entry(self, name: str) -> Any:
         return self._entries[name]
@@ -153,7 +153,7 @@ class NvccBackend(CudaBackend):
         arch, text = arch_of(device), source + host_text(names)
         key = key_of("nvcc", _version(), repr(_flags(arch)), text)
         path = fetch(key, ".so", label, lambda target: compile_library(text, arch, target, label))
-        return SharedModule(device, path, names)
+        return SharedModule(device, path, names, waits(source, names))
 
 
 def load() -> NvccBackend:

@@ -12,7 +12,7 @@ from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
 from attnrt.backends.cuda.kernel import DriverModule
-from attnrt.backends.cuda.render import ATTEND
+from attnrt.backends.cuda.render import waits
 from attnrt.errors import CompileError
 
 __all__ = ["NvrtcBackend", "compile_source", "load", "spilled", "warnings_of"]
@@ -120,7 +120,7 @@ class NvrtcBackend(CudaBackend):
             path.write_bytes(code)
 
         image = fetch(key, ".cubin", label, write).read_bytes()
-        return DriverModule(device, image, names, ATTEND in names)
+        return DriverModule(device, image, names, waits(source, names))
 
     def report(self, label: str, log: str) -> None:
         """Warn of what ptxas did silently to a user's kernel; shipped ones are held to it by the compile tests."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from attnrt.spec import AttentionSpec
     from attnrt.variants import Composed
 
-__all__ = ["ATTEND", "MERGE", "SMEM", "THREADS", "flatten", "render", "variant_text"]
+__all__ = ["ATTEND", "MERGE", "SMEM", "THREADS", "flatten", "render", "variant_text", "waits"]
 
 ATTEND, MERGE, SMEM = "attnrt_attend", "attnrt_merge", "attnrt_smem_bytes"
 THREADS = 128
@@ -67,6 +67,11 @@ def config_text(config: TileConfig) -> str:
 def variant_text(composed: Composed) -> str:
     """The printed variant without its include (the header is in the text already)."""
     return _INCLUDE.sub("", composed.cpp_source("Variant"))
+
+
+def waits(source: str, names: tuple[str, ...]) -> bool:
+    """Whether all kernels of a text begin with the wait that a dependent launch asks for."""
+    return source.count("attnrt::wait_for_predecessors();") == len(names)
 
 
 def render(spec: AttentionSpec) -> str:

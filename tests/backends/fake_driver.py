@@ -26,7 +26,7 @@ driver.fake_trace.restype = ctypes.c_char_p
 import attnrt as at
 from attnrt.backends.cuda.common import CudaBackend
 from attnrt.backends.cuda.kernel import DriverModule
-from attnrt.backends.cuda.render import ATTEND
+from attnrt.backends.cuda.render import waits
 from attnrt.backends.cuda import driver as shim
 shim.register()
 
@@ -35,7 +35,7 @@ class Fake(CudaBackend):
     def why_not_compiler(self):
         return ()
     def load(self, source, names, device, label):
-        return DriverModule(device, b"image", names, ATTEND in names)
+        return DriverModule(device, b"image", names, waits(source, names))
 
 cuda = Fake()
 

@@ -20,7 +20,7 @@ struct AppendParams {
   const long long* slots;  // negative, or past the pool: skip the row
   const int* positions;    // read by a rotation of k
   int rows, heads;
-  float k_scale[kMaxScaledHeads], v_scale[kMaxScaledHeads];  // the stored number is x / scale
+  float k_scale[kMaxScaledHeads], v_scale[kMaxScaledHeads];  // the stored number is x / scale; 0: no scale
 };
 
 __device__ __forceinline__ long long append_offset(const PagedKv& kv, long long slot, int head) {
@@ -30,13 +30,13 @@ __device__ __forceinline__ long long append_offset(const PagedKv& kv, long long 
          static_cast<long long>(head) * kv.stride_head;
 }
 
-// Rows that come in the cache's own type are copied bit by bit; others are scaled in float32 and rounded once.
+// Rows that come in the cache's own type without a scale are copied bit by bit; others are scaled in float32 and rounded once.
 template <Dtype From, Dtype To>
 __device__ __forceinline__ typename Bits<To>::type append_value(typename Bits<From>::type x, float scale) {
   if constexpr (From == To) {
-    return scale == 1.0f ? x : from_float<To>(__fdiv_rn(to_float<From>(x), scale));
+    return scale == 0.0f ? x : from_float<To>(__fdiv_rn(to_float<From>(x), scale));
   } else {
-    return from_float<To>(__fdiv_rn(to_float<From>(x), scale));
+    return from_float<To>(__fdiv_rn(to_float<From>(x), scale == 0.0f ? 1.0f : scale));
   }
 }
 
@@ -66,9 +66,9 @@ __device__ __forceinline__ void append_rows(const AppendParams& p, const ParamRe
         const int a = pair_first(Variant::key_pairing, d), b = pair_second(Variant::key_pairing, kOver, d);
         float x0 = to_float<Config::row_type>(k[a]), x1 = to_float<Config::row_type>(k[b]);
         Variant::key(params, c, d, x0, x1);
-        k_to[a] = from_float<Config::kv_type>(__fdiv_rn(x0, p.k_scale[head % kMaxScaledHeads]));
+        k_to[a] = append_value<Dtype::f32, Config::kv_type>(__float_as_uint(x0), p.k_scale[head % kMaxScaledHeads]);
         if (Variant::key_pairing != PAIR_SINGLE)
-          k_to[b] = from_float<Config::kv_type>(__fdiv_rn(x1, p.k_scale[head % kMaxScaledHeads]));
+          k_to[b] = append_value<Dtype::f32, Config::kv_type>(__float_as_uint(x1), p.k_scale[head % kMaxScaledHeads]);
       }
     }
     for (int d = kMapped + lane; d < Config::head_dim; d += 32)
