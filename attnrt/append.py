@@ -99,7 +99,7 @@ def copy_pages(runtime: Runtime, kv: Any, source: Any, target: Any, stream: Any)
     kernel = runtime.any_kernel()
     copier = getattr(kernel, "copy_pages", None)
     if copier is None:
-        why = {runtime.backend.name: ("cannot copy pages",)}
+        why: dict[str, tuple[str, ...]] = {runtime.backend.name: ("cannot copy pages",)}
         raise UnsupportedError("copy_pages", "needs a backend that copies", reasons=why)
     handle = 0 if runtime.host and stream is None else runtime.ops.stream(stream, as_view_of(kv))
     if not len(begin):
