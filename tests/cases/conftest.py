@@ -113,3 +113,38 @@ def kit():
         spec=spec_for, attention=attention, run=run, again=again, right=right, close=close, draw=draw,
         cuda=cuda, cast=cast, device_arrays=device_arrays,
     )  # fmt: skip
+
+
+def sibling(path):
+    """A test module elsewhere in tests/, for what a case shares with it."""
+    import importlib.util
+    from pathlib import Path
+
+    file = Path(__file__).parents[1] / path
+    found = importlib.util.spec_from_file_location(f"cases_{file.stem}", file)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def workspace_tests():
+    """tests/attnrt/test_workspace.py: a device that runs late, played by host memory."""
+    return sibling("attnrt/test_workspace.py")
+
+
+@pytest.fixture
+def late(workspace_tests):
+    """Operations of the CPU replaced by ones that happen only when somebody waits for them."""
+    from attnrt import memory
+
+    ops = workspace_tests.LateOps()
+    memory.register_ops("cpu", lambda index: ops)
+    yield ops
+    memory.register_ops("cpu", lambda index: memory.HostOps())
+
+
+@pytest.fixture(params=CUDA)
+def gpu_backend(request):
+    """nvrtc and nvcc, for cases that need streams, graphs or device memory; the test carries the marker gpu."""
+    return request.param
