@@ -7,7 +7,7 @@ ATTNRT_FORBID_COMPILE  1: any compilation is an error
 ATTNRT_NUM_THREADS     Threads of the CPU backend; default: the CPUs this process may use
 ATTNRT_LOG             debug, info, warning (default) or error
 ATTNRT_CXX             C++ compiler for the CPU backend's variants; default: the first of c++, g++, clang++
-found ATTNRT_BACKEND         The backend that backend="auto" takes
+ATTNRT_BACKEND         The backend that backend="auto" takes
 =====================  ===============================================================================================
 """
 

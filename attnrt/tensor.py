@@ -202,6 +202,14 @@ class TensorView(native.View):
                 max_version,
                 "Or pass copy=True",
             )
+        # Some consumers abort the process on a negative stride (PyTorch does): no error of theirs could be caught.
+        if any(step < 0 for step in source.strides):
+            raise ArgumentError(
+                "array",
+                "must have no negative stride to be exported",
+                source.strides,
+                "Or pass copy=True, or copy it before",
+            )
         return native.export_capsule(
             source, source.dtype.code, source.dtype.bits, *self.device.dlpack, versioned
         )

@@ -4,7 +4,8 @@
 A key is the hash of all that decides the machine code: compiler version, final flags, the whole source text. An entry appears by
 one atomic rename of a file that was written, hashed and closed before, so nobody ever sees half of one; its hash lies beside it,
 so damage is found and mended by building again. One builder per key: a lock file serialises processes (flock: gone with the
-process, so a kill leaves nothing behind), a lock in memory serialises threads.
+process, so a kill leaves nothing behind), a lock in memory serialises threads. Where the disk takes nothing any more, a file in
+the temporary directory serves the process, with one warning.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +24,14 @@ from pathlib import Path
 from attnrt.config import config, usable_cache_dir
 from attnrt.errors import CompileError
 
-__all__ = ["fetch", "key_of"]
+__all__ = ["elsewhere", "fetch", "key_of", "why_no_room"]
+
+#: Less room than this (bytes) on a disk explains a compiler that failed while it wrote.
+NEEDED = 16 << 20
 
 _locks: dict[str, threading.Lock] = {}
+#: Entries that the cache could not take: their folder (gone with the process) and file.
+_elsewhere: dict[str, tuple[tempfile.TemporaryDirectory, Path]] = {}
 _guard = threading.Lock()
 
 
@@ -61,6 +69,8 @@ def fetch(key: str, suffix: str, label: str, build: Callable[[Path], None]) -> P
     with _guard:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
+        if key in _elsewhere:
+            return _elsewhere[key][1]
         if _sound(path):
             return path
         if config().forbid_compile:
@@ -70,11 +80,65 @@ def fetch(key: str, suffix: str, label: str, build: Callable[[Path], None]) -> P
                 str(path),
                 "Warm the cache first (attnrt.warmup), with the same version, device and ATTNRT_CACHE_DIR",
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / (key + ".lock"), "w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if not _sound(path):  # another process may have built it while we waited
-                _publish(path, build)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / (key + ".lock"), "w") as handle:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                if not _sound(path):  # another process may have built it while we waited
+                    _publish(path, build)
+        except (OSError, CompileError) as error:
+            reason = why_no_room(folder, error)
+            if reason is None:
+                raise
+            return _build_elsewhere(key, suffix, label, build, reason)
+    return path
+
+
+def why_no_room(folder: Path, error: Exception) -> str | None:
+    """Why a folder takes nothing any more, as after ``error``; None: the error is about something else."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    with suppress(OSError):  # a compiler says it in its own words, or dies by a signal
+        if shutil.disk_usage(folder).free < NEEDED:
+            return "no room on the device"
+    return None
+
+
+def elsewhere(folder: Path, label: str, reason: str) -> tempfile.TemporaryDirectory:
+    """A folder of this process for what a cache folder could not take; warns.
+
+    Raises
+    ------
+    CompileError
+        There is no room anywhere.
+    """
+    try:
+        found = tempfile.TemporaryDirectory(prefix="attnrt-")
+    except OSError as error:
+        raise CompileError(
+            label,
+            "must be written somewhere",
+            f"{folder}: {reason}; {error}",
+            "Free some space, or set TMPDIR",
+        ) from error
+    warnings.warn(
+        f"{label} cannot be kept in {folder} ({reason}); it is compiled again by each process.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return found
+
+
+def _build_elsewhere(key: str, suffix: str, label: str, build: Callable[[Path], None], reason: str) -> Path:
+    folder = elsewhere(usable_cache_dir(), label, reason)
+    path = Path(folder.name) / (key + suffix)
+    try:
+        build(path)
+    except OSError as error:
+        raise CompileError(
+            label, "must be written somewhere", str(error), "Free some space, or set TMPDIR"
+        ) from error
+    _elsewhere[key] = (folder, path)
     return path
 
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attnrt.backends.cache import elsewhere, why_no_room
 from attnrt.backends.cpu.families import FLAGS, Code, load_library
 from attnrt.config import config, usable_cache_dir
 from attnrt.errors import CompileError
@@ -157,7 +158,7 @@ def compiled_kernel(variant: Composed, family: str) -> Code:
                     None,
                     "Compile it before: attnrt.warmup",
                 )
-            found = _build(entry, render(variant), family, label)
+            found = _build_or_elsewhere(entry, render(variant), family, label)
         _loaded[key] = found
         return found
 
@@ -181,6 +182,25 @@ def _file_lock(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _build_or_elsewhere(entry: Path, source: str, family: str, label: str) -> Code:
+    """Build the entry, or, where its disk takes nothing any more, code for this process alone."""
+    try:
+        return _build(entry, source, family, label)
+    except (OSError, CompileError) as error:
+        reason = why_no_room(entry.parent, error)
+        if reason is None:
+            raise
+    with elsewhere(entry.parent, label, reason) as folder:  # loaded code outlives its file
+        try:
+            code = load_library(str(_compile(Path(folder), source, family, label)))
+        except OSError as error:
+            hint = "Free some space, or set TMPDIR"
+            raise CompileError(label, "must be written somewhere", str(error), hint) from error
+    if not isinstance(code, Code):
+        raise CompileError(label, "must load after compilation", code)
+    return code
 
 
 def _build(entry: Path, source: str, family: str, label: str) -> Code:

@@ -188,10 +188,15 @@ def test_read_only_memory_is_exported_only_with_its_flag():
 
 
 def test_strided_views_go_out_as_they_are(rng):
-    array = rng.standard_normal((4, 6)).astype(np.float32)[::2, ::-3]
+    array = rng.standard_normal((4, 6)).astype(np.float32)[::2, ::3]
     x = TensorView(array)
     assert np.array_equal(np.from_dlpack(x), array)
     assert np.from_dlpack(x).strides == array.strides
+    turned = TensorView(array[:, ::-1])
+    assert np.array_equal(np.asarray(turned), array[:, ::-1])
+    with pytest.raises(ArgumentError, match="no negative stride"):
+        np.from_dlpack(turned)
+    assert np.array_equal(np.from_dlpack(turned, copy=True), array[:, ::-1])
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn", "float16"])

@@ -92,7 +92,9 @@ def test_c40_strided_scales(backend, kit):
     index = formats.ragged([0, 3], [0, 20])
     q, k, values = kit.draw(1, 3, 4, 16), kit.draw(2, 20, 4, 16), kit.draw(3, 20, 4, 16)
     scales = np.array([0.25, 9, 0.5, 9, 2.0, 9, 1.0, 9], np.float32)
-    dense = kit.right(backend, spec, index, q, (k, values), k_scale=scales[::2].copy(), v_scale=scales[::2].copy())
+    dense = kit.right(
+        backend, spec, index, q, (k, values), k_scale=scales[::2].copy(), v_scale=scales[::2].copy()
+    )
     turned = values.transpose(1, 0, 2).copy().transpose(1, 0, 2)
     strided = kit.run(backend, spec, index, q, (k, turned), k_scale=scales[::2], v_scale=scales[::2])
     testing.same(dense, strided, "strided scales and V")
@@ -150,7 +152,9 @@ def test_c56_a_reserved_page_of_nan(backend, kit):
         )
     testing.same(*results, "NaN in the padding page")
     direct = formats.token_sparse([0, 1], [0, 3], [14, 15, 4], [2, 3, 4])
-    want = kit.right(backend, kit.spec(backend, v.full()), direct, q, (np.nan_to_num(k), np.nan_to_num(values)))
+    want = kit.right(
+        backend, kit.spec(backend, v.full()), direct, q, (np.nan_to_num(k), np.nan_to_num(values))
+    )
     kit.close(results[1].out, want.out.astype(float), backend)
 
 

@@ -121,7 +121,11 @@ def test_c04_causal_with_more_queries_than_keys(backend, kit):
     assert np.isfinite(result.lse[3:]).all()
     for qo, kv in ((130, 2), (3, 0), (1056, 5)):
         result = kit.right(
-            backend, spec, formats.ragged([0, qo], [0, kv]), kit.draw(4, qo, 1, 8), (kit.draw(5, kv, 1, 8),) * 2
+            backend,
+            spec,
+            formats.ragged([0, qo], [0, kv]),
+            kit.draw(4, qo, 1, 8),
+            (kit.draw(5, kv, 1, 8),) * 2,
         )
         assert np.isneginf(result.lse[: qo - kv]).all() and np.isfinite(result.lse[qo - kv :]).all()
 
@@ -165,7 +169,12 @@ def test_c09_tiles_without_a_visible_key(backend, kit, name, workers):
     for qo in (1, 9):
         attn = kit.attention(backend, spec, limits=at.Limits(1, 9, 99, max_workers=workers))
         result = kit.right(
-            backend, spec, formats.ragged([0, qo], [0, kv]), kit.draw(1, qo, 4, 8), (kit.draw(2, kv, 2, 8),) * 2, attn=attn
+            backend,
+            spec,
+            formats.ragged([0, qo], [0, kv]),
+            kit.draw(1, qo, 4, 8),
+            (kit.draw(2, kv, 2, 8),) * 2,
+            attn=attn,
         )
         assert np.isfinite(result.lse).all()
 
@@ -201,7 +210,9 @@ def test_c19_large_pools_on_a_gpu(name, kit):
     attn.plan(formats.paged([0, 1], [0, 1], [page], [13], size))
     out, lse = attn.run(q, (cache, cache), return_lse=True)
     near = cache[page:].cpu().numpy()
-    want = kit.right(name, spec, formats.paged([0, 1], [0, 1], [0], [13], size), q.cpu().numpy(), (near, near))
+    want = kit.right(
+        name, spec, formats.paged([0, 1], [0, 1], [0], [13], size), q.cpu().numpy(), (near, near)
+    )
     assert bits(out.cpu().numpy()) == bits(want.out) and bits(lse.cpu().numpy()) == bits(want.lse)
 
 

@@ -22,10 +22,12 @@ def test_c10_int64_index_arrays(backend, kit):
     small = {name: x.astype(np.int32) for name, x in arrays.items()}
     q, kv = kit.draw(1, 2, 32, 64), (kit.draw(2, 2, 2, 8, 64), kit.draw(3, 2, 2, 8, 64))
     want = kit.right(backend, spec, formats.paged(**small, page_size=2), q, kv)
-    for name in arrays:
+    for name, array in arrays.items():
         for kind in (np.int64, np.uint8, ">i4", np.uint64):
-            one = small | {name: np.asarray(arrays[name]).astype(kind)}
-            testing.same(want, kit.run(backend, spec, formats.paged(**one, page_size=2), q, kv), f"{kind} {name}")
+            one = small | {name: np.asarray(array).astype(kind)}
+            testing.same(
+                want, kit.run(backend, spec, formats.paged(**one, page_size=2), q, kv), f"{kind} {name}"
+            )
         for bad in (small[name].astype(np.int64) + (1 << 32), small[name].astype(np.float32)):
             with pytest.raises((at.ArgumentError, at.DtypeError), match=name):
                 formats.paged(**(small | {name: bad}), page_size=2)
@@ -73,7 +75,9 @@ def test_c31_no_mask_survives_its_plan(backend, kit):
     attn = kit.attention(backend, spec)
     fresh = {id(x): kit.right(backend, spec, x, q, kv) for x in (flat, masked, tree)}
     for index in (masked, flat, tree, flat, masked, tree, masked, flat):
-        testing.same(fresh[id(index)], kit.run(backend, spec, index, q, kv, attn=attn), "an earlier plan's mask")
+        testing.same(
+            fresh[id(index)], kit.run(backend, spec, index, q, kv, attn=attn), "an earlier plan's mask"
+        )
     windowed = kit.spec(backend, v.causal(), v.sliding_window(3), v.softcap(9.0))
     attn = kit.attention(backend, windowed)
     want = kit.right(backend, windowed, flat, q, kv)
@@ -158,7 +162,9 @@ def test_c65_capacity_of_the_cache(backend, kit, spread):
     size = 64
     spec = kit.spec(backend, num_qo_heads=2, num_kv_heads=1, head_dim=8)
     q, k = kit.draw(1, 1, 2, 8), kit.draw(2, kv // size, size, 1, 8)
-    plain = kit.run(backend, spec, formats.paged([0, 1], [0, kv // size], np.arange(kv // size), [kv], size), q, (k, k))
+    plain = kit.run(
+        backend, spec, formats.paged([0, 1], [0, kv // size], np.arange(kv // size), [kv], size), q, (k, k)
+    )
     room = int(kv * spread) // size
     pool = np.full((room, size, 1, 8), np.nan, np.float32)
     pool[: len(k)] = k
@@ -177,20 +183,32 @@ def test_c109_options_that_contradict(backend, kit):
     masked = formats.tree(flat, mask=[mask])
     both = kit.right(backend, kit.spec(backend, v.causal(), v.custom_mask()), masked, q, kv)
     allowed = formats.tree(flat, mask=[mask & np.tri(3, 8, 5, dtype=bool)])
-    testing.same(both, kit.run(backend, kit.spec(backend, v.custom_mask()), allowed, q, kv), "causal and a mask")
-    testing.same(both, kit.run(backend, kit.spec(backend), masked, q, kv), "a mask that the variant does not name")
+    testing.same(
+        both, kit.run(backend, kit.spec(backend, v.custom_mask()), allowed, q, kv), "causal and a mask"
+    )
+    testing.same(
+        both, kit.run(backend, kit.spec(backend), masked, q, kv), "a mask that the variant does not name"
+    )
     with pytest.raises(at.ArgumentError, match="mask"):
         kit.run(backend, kit.spec(backend, v.custom_mask()), flat, q, kv)
-    for wrong in ((v.sigmoid(), v.sink_logits(0.0)), (v.sigmoid(), v.softcap(3.0)), (v.softcap(3.0), v.softcap(4.0))):
+    for wrong in (
+        (v.sigmoid(), v.sink_logits(0.0)),
+        (v.sigmoid(), v.softcap(3.0)),
+        (v.softcap(3.0), v.softcap(4.0)),
+    ):
         with pytest.raises(at.ArgumentError):
             kit.spec(backend, *wrong)
     free = kit.spec(backend, v.causal(), v.sigmoid())
     attn = kit.attention(backend, free)
     attn.plan(flat)
     with pytest.raises(at.ArgumentError, match="softmax-free"):
-        (view, *caches), _ = kit.device_arrays(backend, kit.cast(q, free.q_dtype), *(kit.cast(x, free.q_dtype) for x in kv))
+        (view, *caches), _ = kit.device_arrays(
+            backend, kit.cast(q, free.q_dtype), *(kit.cast(x, free.q_dtype) for x in kv)
+        )
         attn.run(view, tuple(caches), return_lse=True)
-    kit.right(backend, kit.spec(backend, v.causal(), v.alibi()), formats.tree(flat, parents=[-1, 0, 0]), q, kv)
+    kit.right(
+        backend, kit.spec(backend, v.causal(), v.alibi()), formats.tree(flat, parents=[-1, 0, 0]), q, kv
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 7])
@@ -200,7 +218,14 @@ def test_c109_sigmoid_split_is_unsplit(backend, kit, workers):
     index = formats.ragged([0, 1], [0, 3000])
     q, k = kit.draw(1, 1, 4, 8), kit.draw(2, 3000, 2, 8)
     results = [
-        kit.right(backend, spec, index, q, (k, k), attn=kit.attention(backend, spec, limits=at.Limits(1, 1, 9, max_workers=n)))
+        kit.right(
+            backend,
+            spec,
+            index,
+            q,
+            (k, k),
+            attn=kit.attention(backend, spec, limits=at.Limits(1, 1, 9, max_workers=n)),
+        )
         for n in (workers, 40)
     ]
     testing.same(*results, "cuts")

@@ -19,7 +19,12 @@ def visible(kit, backend, spec, index, num_qo, kv):
     values = np.zeros((kv, 1, 32), np.float32)
     values[np.arange(kv), 0, np.arange(kv)] = 1.0
     q = np.zeros((num_qo, spec.num_qo_heads, 8), np.float32)
-    return kit.run(backend, spec, index, q, (np.zeros((kv, 1, 8), np.float32), values)).out[:, 0, :kv].astype(float) > 0
+    return (
+        kit.run(backend, spec, index, q, (np.zeros((kv, 1, 8), np.float32), values))
+        .out[:, 0, :kv]
+        .astype(float)
+        > 0
+    )
 
 
 SMALL = {"num_qo_heads": 1, "num_kv_heads": 1, "head_dim": 8, "head_dim_vo": 32}
@@ -50,7 +55,10 @@ def test_c36_scales_on_every_path(backend, kit, kv_dtype, layout):
     """k_scale 0.25, v_scale 0.5: logits, lse and the result as if K and V were scaled before; one number, one per head, None."""
     q_dtype = "float16"
     heads = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 16, "q_dtype": q_dtype, "kv_dtype": kv_dtype}
-    spec, plain = kit.spec(backend, v.causal(), v.fp8_scales(), **heads), kit.spec(backend, v.causal(), **heads)
+    spec, plain = (
+        kit.spec(backend, v.causal(), v.fp8_scales(), **heads),
+        kit.spec(backend, v.causal(), **heads),
+    )
     qo = [0, 1, 2] if layout == "decode" else [0, 3, 5]
     size = 4 if layout == "cascade" else 1
     pages, lens = np.random.default_rng(0).permutation(16 // size * 2)[: 24 // size], [16, 16]
@@ -74,21 +82,31 @@ def test_c36_scales_on_every_path(backend, kit, kv_dtype, layout):
     ones = kit.run(backend, spec, index, q, (k, values))
     assert np.abs(ones.lse - got.lse).max() > 0.1, "the scale did not reach the logits"
     per_head = np.array([0.25, 0.25], np.float32)
-    testing.same(got, kit.run(backend, spec, index, q, (k, values), k_scale=per_head, v_scale=per_head * 2), "one per head")
+    testing.same(
+        got,
+        kit.run(backend, spec, index, q, (k, values), k_scale=per_head, v_scale=per_head * 2),
+        "one per head",
+    )
     testing.same(ones, kit.run(backend, spec, index, q, (k, values), k_scale=None, v_scale=None), "None")
 
 
 def test_c38_slopes_of_any_head_count(backend, kit):
     np.testing.assert_allclose(v.alibi_slopes(6), [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125])
-    np.testing.assert_allclose(v.alibi_slopes(12)[8:], [0.70710678, 0.35355339, 0.1767767, 0.08838835], rtol=1e-6)
+    np.testing.assert_allclose(
+        v.alibi_slopes(12)[8:], [0.70710678, 0.35355339, 0.1767767, 0.08838835], rtol=1e-6
+    )
     assert v.alibi_slopes(8)[0] == 0.5
     spec = kit.spec(backend, v.causal(), v.alibi(), num_qo_heads=6, num_kv_heads=3, head_dim=8)
     q, k, values = np.zeros((1, 6, 8), np.float32), kit.draw(2, 9, 3, 8), kit.draw(3, 9, 3, 8)
     result = kit.right(backend, spec, formats.ragged([0, 1], [0, 9]), q, (k, values))
-    for head, slope in enumerate([0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]):  # of the query head, not of its group
+    for head, slope in enumerate(
+        [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    ):  # of the query head, not of its group
         want = math.log(sum(math.exp(-slope * d) for d in range(9)))
         np.testing.assert_allclose(result.lse[0, head], want, rtol=1e-5)
-    half = kit.spec(backend, v.causal(), v.alibi(v.alibi_slopes(12)[6:]), num_qo_heads=6, num_kv_heads=3, head_dim=8)
+    half = kit.spec(
+        backend, v.causal(), v.alibi(v.alibi_slopes(12)[6:]), num_qo_heads=6, num_kv_heads=3, head_dim=8
+    )
     rank = kit.right(backend, half, formats.ragged([0, 1], [0, 9]), q, (k, values))
     want = [math.log(sum(math.exp(-float(s) * d) for d in range(9))) for s in v.alibi_slopes(12)[6:]]
     np.testing.assert_allclose(rank.lse[0], want, rtol=1e-5)
@@ -105,7 +123,13 @@ def test_c46_rows_of_a_mask_that_are_all_false(backend, kit, form):
     mask[:4, 0], mask[4:] = True, False
     flat = formats.ragged([0, 8], [0, 8])
     q, k, values = kit.draw(1, 8, 4, 8), kit.draw(2, 8, 2, 8), kit.draw(3, 8, 2, 8)
-    want = kit.right(backend, kit.spec(backend, v.custom_mask(), head_dim=8), formats.tree(flat, mask=[mask]), q, (k, values))
+    want = kit.right(
+        backend,
+        kit.spec(backend, v.custom_mask(), head_dim=8),
+        formats.tree(flat, mask=[mask]),
+        q,
+        (k, values),
+    )
     result = want
     if form == "additive -inf":
         bias = np.where(mask, 0, -np.inf).astype(np.float32)
@@ -163,7 +187,12 @@ def rotated(x, position, theta, dim, interleaved):
 def test_c74_rotary_pairing(backend, kit, interleaved, head_dim, dim, theta):
     """Both conventions against the formula at positions 0, 1, 5, 1000 and 131071, the rest of a head untouched."""
     spec = kit.spec(
-        backend, v.rope(dim, theta, interleaved), v.causal(), num_qo_heads=1, num_kv_heads=1, head_dim=head_dim
+        backend,
+        v.rope(dim, theta, interleaved),
+        v.causal(),
+        num_qo_heads=1,
+        num_kv_heads=1,
+        head_dim=head_dim,
     )
     q, k = (kit.cast(kit.draw(s, 2, 1, head_dim), spec.q_dtype) for s in (1, 2))
     for position in (0, 1, 5, 1000, 131_071):
@@ -171,7 +200,8 @@ def test_c74_rotary_pairing(backend, kit, interleaved, head_dim, dim, theta):
         result = kit.run(backend, spec, index, q[:1], (k, k))
         query = rotated(q[0, 0].astype(float), position, theta, dim, interleaved)
         s = [
-            float(query @ rotated(k[j, 0].astype(float), position - 1 + j, theta, dim, interleaved)) * head_dim**-0.5
+            float(query @ rotated(k[j, 0].astype(float), position - 1 + j, theta, dim, interleaved))
+            * head_dim**-0.5
             for j in range(2)
         ]
         wide = 4e-3 if kit.cuda(backend) else 2e-5

@@ -18,7 +18,10 @@ def test_c12_staging_of_plan_n_outlives_its_copy(late, workspace_tests, kit):
     """64 requests x 400 keys, then 64 x 1, on a device that has not begun: A's result is A's."""
     spec = kit.spec("reference", num_qo_heads=2, num_kv_heads=1, head_dim=8)
     attn = at.Attention(spec, backend=workspace_tests.LateBackend(late))
-    steps = [testing.lay_out(testing.make_case(spec, [1] * 64, [n] * 64, seed=n), builder="ragged") for n in (40, 1)]
+    steps = [
+        testing.lay_out(testing.make_case(spec, [1] * 64, [n] * 64, seed=n), builder="ragged")
+        for n in (40, 1)
+    ]
     outs = [np.full((64, 2, 8), np.nan, np.float32) for _ in steps]
     plans = []
     for step, out in zip(steps, outs, strict=True):
@@ -91,7 +94,9 @@ def test_c63_two_threads_of_one_shape(host, kit):
         attn = kit.attention(host, spec)
         for _ in range(3 if host == "reference" else 40):
             try:
-                testing.same(want[mine], kit.run(host, spec, index, q[mine], kv, attn=attn), "a thread beside")
+                testing.same(
+                    want[mine], kit.run(host, spec, index, q[mine], kv, attn=attn), "a thread beside"
+                )
             except Exception as error:
                 wrong.append(repr(error))
 
@@ -151,4 +156,4 @@ def test_c104_scratch_follows_kv(host, kit):
     kit.right(host, spec, index, q, kv, attn=kit.attention(host, spec, workspace=ws))
     assert (block[:4096] == 0x7F).all() and (block[-4096:] == 0x7F).all()
     with pytest.raises(at.LimitError, match="buffer"):
-        at.Workspace([spec], exact, "cpu", buffer=block[:total - 1], backend=host)
+        at.Workspace([spec], exact, "cpu", buffer=block[: total - 1], backend=host)
