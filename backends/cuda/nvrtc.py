@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from attnrt.backends.cuda.kernel import DriverModule
 from attnrt.backends.cuda.render import waits
 from attnrt.errors import CompileError
 
-__all__ = ["NvrtcBackend", "compile_source", "load", "spilled", "warnings_of"]
+__all__ = ["NvrtcBackend", "Resources", "compile_source", "load", "resources", "spilled", "warnings_of"]
 
 # ptxas says C7508..C7512 when it ignores setmaxnreg or serialises wgmma, with exit status 0.
 _WARNINGS = re.compile(r"C75\d\d[^\n]*")
@@ -89,6 +90,29 @@ def _user_line(text: str) -> int | None:
     """Line of the user's own C++ text: printed variants mark it by #line with the hook's label as the file."""
     found = re.search(r"^(?!default_program)[\w.<>]+\((\d+)\): error", text, re.M)
     return int(found.group(1)) if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What ptxas gave a kernel: registers per thread, bytes of spill stores and of stack per thread."""
+
+    registers: int
+    spilled: int
+    stack: int
+
+
+def resources(log: str) -> dict[str, Resources]:
+    """Resources of each kernel that a ptxas log names."""
+    found = {}
+    for text in log.split("Compiling entry function '")[1:]:
+        frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", text)
+        used = re.search(r"Used (\d+) registers", text)
+        if frame and used:
+            stack, spills = (int(n) for n in frame.groups())
+            found[text.split("'", 1)[0]] = Resources(
+                registers=int(used.group(1)), spilled=spills, stack=stack
+            )
+    return found
 
 
 def spilled(log: str) -> int:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every shipped kernel through NVRTC for sm_80 and sm_90a, with no GPU: registers and spills by ptxas's log; bad texts."""
+
+from __future__ import annotations
+
+import pytest
+
+import attnrt as at
+from attnrt.backends.cuda import append, merge_parts
+from attnrt.backends.cuda.render import ATTEND, MERGE, THREADS, render, waits
+from attnrt.backends.cuda.tables import tile_config
+from attnrt.errors import CompileError
+from attnrt.variants import compose
+
+nvrtc = pytest.importorskip("attnrt.backends.cuda.nvrtc")
+if nvrtc.why_not_nvrtc() is not None:
+    pytest.skip(nvrtc.why_not_nvrtc(), allow_module_level=True)
+pytestmark = pytest.mark.compile
+
+v = at.variants
+ARCHS = ("sm_80", "sm_90a")
+REGISTERS = 65536  # of a multiprocessor, on both
+
+
+def spec(**changes):
+    base = {
+        "num_qo_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "q_dtype": "bfloat16",
+        "variant": v.causal(),
+    }
+    return at.AttentionSpec(**{**base, **changes})
+
+
+ALL = (v.rope(64), v.causal(), v.sliding_window(300), v.softcap(20.0), v.alibi(), v.sink_logits(-1.0))
+LATENT = {"num_kv_heads": 1, "head_dim": 576, "head_dim_vo": 512, "shared_kv": True, "sm_scale": 0.1}
+SPECS = {
+    "bf16 128": {},
+    "all hooks": {"variant": ALL},
+    "fp8 128": {"kv_dtype": "float8_e4m3fn", "variant": (v.causal(), v.fp8_scales())},
+    "sigmoid mask": {"variant": (v.custom_mask(), v.sigmoid())},
+    "fp16 64": {"q_dtype": "float16", "head_dim": 64},
+    "bf16 72": {"head_dim": 72},
+    "bf16 192/128": {"head_dim": 192, "head_dim_vo": 128},
+    "bf16 256": {"head_dim": 256},
+    "bf16 512": {"head_dim": 512},
+    "latent": LATENT,
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", SPECS)
+def test_registers_and_spills(name, arch):
+    s = spec(**SPECS[name])
+    source = render(s)
+    assert waits(source, (ATTEND, MERGE))
+    code, log = nvrtc.compile_source(source, arch, name)
+    assert code.startswith(b"\x7fELF")
+    found = nvrtc.resources(log)
+    assert {ATTEND, MERGE} <= set(found), log
+    for kernel, used in found.items():
+        assert used.spilled == 0, f"{kernel}: {used}"
+    assert found[ATTEND].stack == 0
+    assert found[ATTEND].registers * THREADS * tile_config(s).ctas_per_sm <= REGISTERS
+    assert found[MERGE].registers <= 128
+    assert not nvrtc.warnings_of(log), log
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_append_and_copies(kv_dtype, arch):
+    source = append.render_append(spec(kv_dtype=kv_dtype), "bfloat16", compose(v.rope(64, interleaved=True)))
+    found = nvrtc.resources(nvrtc.compile_source(source, arch, "append")[1])
+    assert set(found) == {append.APPEND, append.COPY}
+    assert all(used.spilled == 0 and used.stack == 0 for used in found.values()), found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_merge_of_parts(arch):
+    found = nvrtc.resources(nvrtc.compile_source(merge_parts.render_merge_parts("float16"), arch, "merge")[1])
+    assert found[merge_parts.MERGE_PARTS].spilled == 0
+
+
+BAD = {
+    "syntax": ("return s +;", "expected an expression"),
+    "unknown name": ("return s * nosuchthing;", "nosuchthing"),
+    "second line": ("float x = s;\nreturn x * missing;", "missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_in_a_users_text(name):
+    text, message = BAD[name]
+    s = spec(head_dim=64, variant=(v.causal(), v.cpp("own", logits=text)))
+    with pytest.raises(CompileError, match=message) as caught:
+        nvrtc.compile_source(render(s), "sm_90a", "the kernel of own")
+    assert caught.value.line == (2 if name == "second line" else 1)
+    assert message in caught.value.log and "own" in caught.value.log
+
+
+def test_the_rendered_text_is_the_key():
+    """Values of parameters and the layout are data; hooks, dtypes and dims are code."""
+    same = [spec(variant=v.sliding_window(n), kv_layout=layout) for n, layout in ((5, "NHD"), (700, "HND"))]
+    assert render(same[0]) == render(same[1])
+    assert len({render(spec(**SPECS[name])) for name in SPECS}) == len(SPECS)
