@@ -6,10 +6,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
-
 import attnrt as at
 
+from .arrays import HostArrays
 from .batch import StepBatch
 from .pool import PagePool
 from .weights import ModelConfig
@@ -23,7 +22,9 @@ class StepAttention:
     backend, scheduler : str
         As for `at.Attention`.
     kv_dtype : str
-        Dtype of the pool; q and the output are float32.
+        Dtype of the pool. On the CPU q is float32, on a GPU it has this dtype too; the output is float32.
+    arrays : HostArrays, optional
+        The model's arrays; they say where attention runs. None: NumPy on the CPU.
     tree : bool
         Whether rows may be draft trees. In a step with guesses the index carries a mask of ancestors, for every slice.
     streaming : (sinks, recent), optional
@@ -35,7 +36,10 @@ class StepAttention:
     Attributes
     ----------
     plan_seconds, run_seconds : float
-        Time of the last step for index and plan, and for append and run of all layers.
+        Time of the last step for index and plan, and for append and run of all layers. On a GPU with a framework of the
+        model's own this is the host's time: the work goes on while the next layer is enqueued.
+    q_dtype : str
+        What q, k and v are rounded to before attention sees them.
     """
 
     def __init__(
@@ -45,20 +49,25 @@ class StepAttention:
         backend: str = "auto",
         scheduler: str = "lpt",
         kv_dtype: str = "float32",
+        arrays: HostArrays | None = None,
         tree: bool = False,
         streaming: tuple[int, int] | None = None,
         share_tokens: int | None = None,
     ) -> None:
+        self.arrays = arrays or HostArrays()
+        self.q_dtype = "float32" if self.arrays.device == "cpu" else kv_dtype
+
         def attention(variant: Any) -> at.Attention:
             spec = at.AttentionSpec(
                 num_qo_heads=config.num_qo_heads,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
-                q_dtype="float32",
+                q_dtype=self.q_dtype,
                 kv_dtype=kv_dtype,
+                out_dtype="float32",
                 variant=variant,
             )
-            return at.Attention(spec, backend=backend, scheduler=scheduler, device="cpu")
+            return at.Attention(spec, backend=backend, scheduler=scheduler, device=self.arrays.device)
 
         self._causal = self._planned = attention(at.variants.causal())
         self._tree = attention(at.variants.custom_mask()) if tree else None
@@ -66,6 +75,7 @@ class StepAttention:
         self.plan_seconds = self.run_seconds = 0.0
         self.num_runs = 0
         self._prepared: set[Any] = set()
+        self._slots: Any = None
 
     @property
     def backend(self) -> str:
@@ -82,7 +92,8 @@ class StepAttention:
             self._planned.prepare(index)
             self._prepared.add(index.features)
         begin += time.perf_counter() - compiling
-        self._planned.plan(index)
+        self._planned.plan(index, stream=self.arrays.stream)
+        self._slots = self.arrays.send("slots", self.arrays.put(batch.slots), "int64")
         self.plan_seconds, self.run_seconds = time.perf_counter() - begin, 0.0
 
     def _index(self, batch: StepBatch, page_size: int) -> Any:
@@ -98,14 +109,15 @@ class StepAttention:
             index = formats.streaming(index, *self._streaming)
         return index
 
-    def attend(
-        self, pool: PagePool, layer: int, q: np.ndarray, kv: tuple[np.ndarray, np.ndarray], slots: np.ndarray
-    ) -> np.ndarray:
+    def attend(self, pool: PagePool, layer: int, q: Any, kv: tuple[Any, Any]) -> Any:
         """Store this step's K and V of `layer` and return its attention [rows, num_qo_heads, head_dim]."""
         begin = time.perf_counter()
-        cache = pool.layers[layer]
-        self._planned.append(*kv, cache, slots=slots)
-        out = self._planned.run(q, cache)
+        arrays, cache = self.arrays, pool.layers[layer]
+        k, v = (arrays.send(role, x, self.q_dtype) for role, x in zip("kv", kv, strict=True))
+        self._planned.append(k, v, cache, slots=self._slots, stream=arrays.stream)
+        rows = arrays.send("q", q, self.q_dtype)
+        out = self._planned.run(rows, cache, out=arrays.result(tuple(q.shape)), stream=arrays.stream)
+        out = arrays.receive(out)
         self.run_seconds += time.perf_counter() - begin
         self.num_runs += 1
         return out

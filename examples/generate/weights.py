@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +75,21 @@ def read_config(file: GGUFFile) -> ModelConfig:
         context=file.field("llama.context_length"),
         rope_theta=fields.get("llama.rope.freq_base", 10000.0),
         rms_eps=file.field("llama.attention.layer_norm_rms_epsilon"),
+    )
+
+
+def placed(weights: Weights, put: Callable[[np.ndarray], Any]) -> Weights:
+    """Return the model with every array replaced by what `put` makes of it; tied arrays stay one."""
+    embedding = put(weights.embedding)
+    return Weights(
+        config=weights.config,
+        embedding=embedding,
+        head=embedding if weights.head is weights.embedding else put(weights.head),
+        layers=tuple(
+            LayerWeights(**{f.name: put(getattr(layer, f.name)) for f in fields(LayerWeights)})
+            for layer in weights.layers
+        ),
+        final_norm=put(weights.final_norm),
     )
 
 

@@ -27,8 +27,19 @@ def smollm(smollm_file):
 @pytest.fixture(scope="session")
 def tiny():
     """A random model of two layers whose greedy text does not settle into one token."""
+    return Model(random_weights(head_dim=8, hidden=48))
+
+
+@pytest.fixture(scope="session")
+def tiny_64():
+    """The same with heads of 64, as GPUs have kernels for."""
+    return Model(random_weights(head_dim=64, hidden=96))
+
+
+def random_weights(head_dim, hidden):
+    """Weights of a two-layer model."""
     cfg = ModelConfig(
-        num_layers=2, hidden=48, ffn=64, num_qo_heads=6, num_kv_heads=2, head_dim=8, vocab=61, context=512,
+        num_layers=2, hidden=hidden, ffn=64, num_qo_heads=6, num_kv_heads=2, head_dim=head_dim, vocab=61, context=512,
         rope_theta=1e4, rms_eps=1e-5,
     )  # fmt: skip
     rng = np.random.default_rng(7)
@@ -50,4 +61,4 @@ def tiny():
     layers = tuple(layer() for _ in range(cfg.num_layers))
     embedding, head = matrix(cfg.vocab, cfg.hidden), matrix(cfg.vocab, cfg.hidden)
     norm = np.ones(cfg.hidden, np.float32)
-    return Model(Weights(config=cfg, embedding=embedding, head=head, layers=layers, final_norm=norm))
+    return Weights(config=cfg, embedding=embedding, head=head, layers=layers, final_norm=norm)

@@ -54,6 +54,8 @@ def test_batched_generation_equals_transformers(capsys, recorded_prompts, option
         (["--model", "no_such_file.gguf"], "no_such_file.gguf"),
         (["--model", __file__], "not a GGUF file"),
         (["--prompts", "no_such_file.txt"], "no_such_file.txt"),
+        (["--arrays", "cupy"], "--backend nvrtc or nvcc"),
+        (["--arrays", "torch", "--backend", "no_such_backend"], "no_such_backend"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, argv, words):
@@ -63,7 +65,14 @@ def test_bad_input_is_one_line_and_status_2(capsys, argv, words):
 
 
 @pytest.mark.parametrize(
-    "argv", [["--page-size", "0"], ["--streaming", "4"], ["--streaming", "-1,5"], ["--dtype", "int8"]]
+    "argv",
+    [
+        ["--page-size", "0"],
+        ["--streaming", "4"],
+        ["--streaming", "-1,5"],
+        ["--dtype", "int8"],
+        ["--arrays", "jax"],
+    ],
 )
 def test_bad_options_are_refused_by_the_parser(capsys, argv):
     with pytest.raises(SystemExit) as stop:
@@ -97,15 +106,20 @@ def test_a_bad_line_of_a_prompt_file_is_named(tmp_path, line):
         read_prompts(path)
 
 
-def test_the_demo_uses_the_public_surface_and_no_framework():
-    folder = Path(generate.__file__).parent
+def imports(path):
     found = set()
-    for path in folder.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {name.name for name in node.names}
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                found.add(node.module)
-    assert {name for name in found if name.startswith("attnrt")} == {"attnrt"}
-    others = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
-    assert others == {"attnrt", "numpy", "gguf", "tokenizers", "rich", "ml_dtypes"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module)
+    return {name for name in found if name.split(".")[0] not in sys.stdlib_module_names}
+
+
+def test_the_demo_uses_the_public_surface_and_one_file_knows_frameworks():
+    folder = Path(generate.__file__).parent
+    files = {path.name: imports(path) for path in folder.glob("*.py")}
+    assert files.pop("arrays.py") == {"attnrt", "attnrt.memory", "numpy", "ml_dtypes", "torch", "cupy"}
+    used = {name.split(".")[0] for found in files.values() for name in found}
+    assert used == {"attnrt", "numpy", "gguf", "tokenizers", "rich", "ml_dtypes"}
+    assert {name for found in files.values() for name in found if name.startswith("attnrt")} == {"attnrt"}

@@ -30,6 +30,7 @@ def make_engine(model, *, backend="auto", share=None, **options):
         model.config,
         backend=backend,
         kv_dtype=np.dtype(opts.kv_dtype).name,
+        arrays=model.arrays,
         tree=bool(opts.draft),
         streaming=opts.streaming,
         share_tokens=share,
