@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 import attnrt as at
 
 from .arrays import HostArrays
@@ -108,6 +110,14 @@ class StepAttention:
         if self._streaming:
             index = formats.streaming(index, *self._streaming)
         return index
+
+    def copy_page(self, layers: list[tuple[Any, Any]], source: int, target: int) -> None:
+        """Copy a page of K and V in every layer, in the order of the other work on the pool."""
+        pages = [np.array([page]) for page in (source, target)]
+        for array in pages:
+            array.flags.writeable = False  # so that attnrt sends it to a GPU once, not for every layer
+        for layer in layers:
+            self._causal.copy_pages(layer, *pages, stream=self.arrays.stream)
 
     def attend(self, pool: PagePool, layer: int, q: Any, kv: tuple[Any, Any]) -> Any:
         """Store this step's K and V of `layer` and return its attention [rows, num_qo_heads, head_dim]."""

@@ -91,6 +91,7 @@ class Engine:
             options.page_size,
             dtype=options.kv_dtype,
             arrays=attention.arrays,
+            copy_page=attention.copy_page,
         )
         self.tree = PrefixTree(self.pool)
         self.pool.reclaim = self.tree.evict_one

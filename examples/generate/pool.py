@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,8 @@ class PagePool:
     ----------
     arrays : HostArrays, optional
         Where K and V lie; None: NumPy.
+    copy_page : callable, optional
+        Called with (layers, source page, target page) to copy a page in every layer; None: as `move` does.
     reclaim : callable, optional
         Called with no arguments when no page is free; returns whether it freed any.
     """
@@ -40,6 +43,7 @@ class PagePool:
         *,
         dtype: np.dtype | type = np.float32,
         arrays: HostArrays | None = None,
+        copy_page: Callable[[list[tuple[Any, Any]], int, int], None] | None = None,
         reclaim: Callable[[], bool] | None = None,
     ) -> None:
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
@@ -48,7 +52,7 @@ class PagePool:
         self.num_pages, self.page_size = num_pages, page_size
         self.layers = list(zip(*(cache.layers for cache in self._caches), strict=True))
         self.page_bytes = 2 * math.prod(shape) // num_pages * kind.itemsize
-        self.reclaim = reclaim
+        self.reclaim, self.copy_page = reclaim, copy_page
         self._refs = [0] * num_pages
         self._writer: list[object | None] = [None] * num_pages
         self._free = list(range(num_pages))[::-1]
@@ -99,8 +103,11 @@ class PagePool:
     def copy_for(self, page: int, writer: object, num_tokens: int) -> int:
         """Return a new page of `writer`'s with the first `num_tokens` tokens of `page`; the old hold stays."""
         new = self.alloc(writer)
-        offsets = np.arange(num_tokens)
-        self.move(page * self.page_size + offsets, new * self.page_size + offsets)
+        if self.copy_page:
+            self.copy_page(self.layers, page, new)  # the tokens behind the first `num_tokens` are nobody's
+        else:
+            offsets = np.arange(num_tokens)
+            self.move(page * self.page_size + offsets, new * self.page_size + offsets)
         self.copies += 1
         return new
 
