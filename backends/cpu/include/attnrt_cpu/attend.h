@@ -226,12 +226,12 @@ struct Attend {
     }
   }
 
-  // Rows [j0, j1) of the next tile towards the second-level cache: they are wanted when this tile is done.
-  void fetch_next(const attnrt_pool &pool, const int64_t *first, int head, int j0, int j1, int length) const {
-    if (!has_next) return;
+  // Rows [j0, j1) of a tile towards the second-level cache: V while K is multiplied, the next tile's K while V is. Not earlier:
+  // rows that are a power of two apart crowd into few sets of a cache.
+  void fetch(const attnrt_pool &pool, const Tile &from, const int64_t *first, int head, int j0, int j1, int length) const {
     const int64_t size = element_size(call.kv_dtype);
     for (int j = j0; j < j1 && j < kv_tile; ++j) {
-      if (!next_tile.live[j]) continue;
+      if (!from.live[j]) continue;
       const char *row = static_cast<const char *>(pool.ptr) + (first[j] + head * pool.stride_head) * size;
       for (int64_t at = 0; at < length * size; at += 64) __builtin_prefetch(row + at, 0, 2);
     }
@@ -242,7 +242,7 @@ struct Attend {
     const bool in_place = call.kv_dtype == ATTNRT_F32 && !V::has_key;
     float *wide = k_wide + static_cast<int64_t>(kv_tile) * dim_pad;
     for (int j = k0 / NR * NR; j < k1; j += NR) {
-      fetch_next(call.k, next_tile.k, head, j, j + NR, dim);
+      fetch(call.v, tile, tile.v, head, j, j + NR, dim_vo);
       float *panel = k_wide + static_cast<int64_t>(j) * dim_pad;
       for (int i = 0; i < NR; i += 8) {
         const float *row[8];
@@ -286,7 +286,7 @@ struct Attend {
     }
     const int panels = dim_vo_pad / NR, keys = (kv_tile + panels - 1) / panels;
     for (int d = 0; d < dim_vo_pad; d += NR) {
-      fetch_next(call.v, next_tile.v, head, d / NR * keys, (d / NR + 1) * keys, dim_vo);
+      if (has_next) fetch(call.k, next_tile, next_tile.k, head, d / NR * keys, (d / NR + 1) * keys, dim);
       const float *panel = v_wide + static_cast<int64_t>(d) * kv_tile;
       float *acc = leaf_acc + static_cast<int64_t>(r0) * dim_vo_pad + d;
       const float *weights = s + static_cast<int64_t>(r0) * kv_tile;
