@@ -16,6 +16,7 @@ struct Attend {
   const attnrt_class &klass;
   int group, num_queries, rows, heads_at_once;  // rows: num_queries * group, of one KV head
   int dim, dim_vo, dim_pad, dim_vo_pad, kv_tile;
+  int64_t lds;  // stride of a row of s: loops write a few entries past the tile
   bool direct_k, direct_v;  // rows of K (V) can be multiplied where they lie
   Tile tile, next_tile;
   bool has_next;  // next_tile is the tile after this one, of the same list
@@ -33,7 +34,7 @@ struct Attend {
         klass(c.plan.classes[i.klass]), group(c.num_qo_heads / c.num_kv_heads), num_queries(i.q_end - i.q_begin),
         rows(num_queries * group), heads_at_once(klass.token_major ? i.head_end - i.head_begin : 1), dim(c.head_dim),
         dim_vo(c.head_dim_vo), dim_pad((dim + NR - 1) / NR * NR), dim_vo_pad((dim_vo + NR - 1) / NR * NR),
-        kv_tile(klass.kv_tile), loops(*static_cast<const Loops *>(c.loops)), widen(loops.widen[c.kv_dtype]) {
+        kv_tile(klass.kv_tile), lds(kv_tile + 16), loops(*static_cast<const Loops *>(c.loops)), widen(loops.widen[c.kv_dtype]) {
     const bool small = c.kv_dtype != ATTNRT_F32;
     direct_k = !V::has_key && dim % W == 0 && !(small && rows > 4);
     direct_v = !V::has_value && dim_vo % W == 0 && !(small && rows > 4);
@@ -49,7 +50,7 @@ struct Attend {
     leaf_acc = c.take<float>(all * dim_vo_pad);
     run_ml = c.take<float>(all * 2);
     leaf_ml = c.take<float>(all * 2);
-    s = c.take<float>(static_cast<int64_t>(rows) * kv_tile);
+    s = c.take<float>(static_cast<int64_t>(rows) * lds);
     alpha = c.take<float>(rows + W);
     fresh = c.take<float>(rows + W);
     k_wide = c.take<float>(static_cast<int64_t>(kv_tile) * dim_pad + 8 * dim_pad);
@@ -197,7 +198,7 @@ struct Attend {
     for (int r = r0; r < r1; r += 4) {
       const int n = r1 - r < 4 ? r1 - r : 4;
       k_loops->dots[n - 1](from + static_cast<int64_t>(r) * dim_pad, dim_pad, k_row, k0, k1, length,
-                          s + static_cast<int64_t>(r) * kv_tile, kv_tile, r == r0 && direct_k && direct_v ? v_row : nullptr);
+                          s + r * lds, lds, r == r0 && direct_k && direct_v ? v_row : nullptr);
     }
     if (!direct_v) widen_values(head, k0, k1);
   }
@@ -220,7 +221,7 @@ struct Attend {
     const void *const *ahead = rows_ahead(h, head0, k0, k1);
     for (int r = r0; r < r1; r += 4) {
       const int n = r1 - r < 4 ? r1 - r : 4;
-      v_loops->accumulate[uneven][n - 1](s + static_cast<int64_t>(r) * kv_tile, kv_tile, v_row, k0, k1, length,
+      v_loops->accumulate[uneven][n - 1](s + r * lds, lds, v_row, k0, k1, length,
                                          acc + static_cast<int64_t>(r) * dim_vo_pad, dim_vo_pad, alpha + r, ahead);
       ahead = nullptr;
     }
@@ -263,7 +264,7 @@ struct Attend {
         loops.transpose8(row, dim, panel + i);
       }
       loops.panel_scores(r1 - r0, q + static_cast<int64_t>(r0) * dim_pad, dim_pad, panel, dim,
-                       s + static_cast<int64_t>(r0) * kv_tile + j, kv_tile);
+                       s + r0 * lds + j, lds);
     }
   }
 
@@ -289,8 +290,8 @@ struct Attend {
       if (has_next) fetch(call.k, next_tile, next_tile.k, head, d / NR * keys, (d / NR + 1) * keys, dim);
       const float *panel = v_wide + static_cast<int64_t>(d) * kv_tile;
       float *acc = leaf_acc + static_cast<int64_t>(r0) * dim_vo_pad + d;
-      const float *weights = s + static_cast<int64_t>(r0) * kv_tile;
-      loops.panel_accumulate[uneven](r1 - r0, weights, kv_tile, panel, k0, k1, acc, dim_vo_pad, alpha + r0);
+      const float *weights = s + r0 * lds;
+      loops.panel_accumulate[uneven](r1 - r0, weights, lds, panel, k0, k1, acc, dim_vo_pad, alpha + r0);
     }
   }
 
@@ -312,7 +313,7 @@ struct Attend {
       scores_few(h, head, r0, r1, k0, k1);
     else
       scores_many(head, r0, r1, k0, k1);
-    const bool uneven = soften<V>(mine, p, part, tile, sight, r0, r1, k0, k1, kv_tile, seen, s,
+    const bool uneven = soften<V>(mine, p, part, tile, sight, r0, r1, k0, k1, lds, seen, s,
                                   leaf_ml + static_cast<int64_t>(h) * rows * 2, alpha, fresh);
     if (klass.token_major)
       values_few(h, head - h, r0, r1, k0, k1, uneven);

@@ -44,31 +44,42 @@ ATTNRT_INLINE vf accumulate(vf p, vf v, vf acc) {
 
 // ---- few rows: lanes over head_dim ----
 
-// s[r * lds + j] = q[r] . k[j] for j in [k0, k1); reads k[j] up to the next multiple of 8 past k1 and writes as far.
-// `ahead`: rows to fetch while these are multiplied, or null.
+// s[r * lds + j] = q[r] . k[j] for j in [k0, k1); reads k[j] and writes s up to 7 entries past k1. K keys by R rows at once, so that
+// R * K sums hide the latency of fma and each load serves several.
 template <class T, int R>
 static void dots(const float *q, int64_t ldq, const void *const *k, int k0, int k1, int dim, float *s, int64_t lds,
                  const void *const *ahead) {
-  constexpr int K = R == 1 ? 8 : R == 2 ? 4 : 2;
+  constexpr int K = R == 1 ? 8 : R == 2 ? 4 : 3;
+  constexpr int kSums = (R * K + 7) / 8 * 8;
+  constexpr int64_t kLine = LINE / static_cast<int64_t>(sizeof(typename T::type));
   typedef const typename T::type *Row;
+  const float *rows[R];
+  for (int r = 0; r < R; ++r) rows[r] = q + r * ldq;
+  const int64_t end = dim;
   for (int j = k0; j < k1; j += K) {
-    vf acc[8];
-    for (int i = 0; i < 8; ++i) acc[i] = splat(0.0f);
-    Row rows[K], next[K];
-    for (int i = 0; i < K; ++i) rows[i] = static_cast<Row>(k[j + i]);
+    vf acc[kSums];
+    for (int i = 0; i < kSums; ++i) acc[i] = splat(0.0f);
+    Row keys[K];
+    for (int i = 0; i < K; ++i) keys[i] = static_cast<Row>(k[j + i]);
+    Row next[K];
     for (int i = 0; i < K; ++i) next[i] = static_cast<Row>(ahead ? ahead[j + i] : k[j + i]);
-    if (ahead)
-      for (int i = 0; i < K; ++i) prefetch_row(next[i], dim);
-    for (int d = 0; d < dim; d += W) {
-      vf x[R];
-      for (int r = 0; r < R; ++r) x[r] = load(q + r * ldq + d);
-      for (int i = 0; i < K; ++i) {
-        const vf y = T::load8(rows[i] + d);
-        for (int r = 0; r < R; ++r) acc[i * R + r] = fma(x[r], y, acc[i * R + r]);
-      }
-    }
-    float sums[8];
-    sum_lanes8(acc, sums);
+    int64_t d = 0;
+    do {
+      if (ahead)  // a line of each at a time: a burst would hold up the loads
+        for (int i = 0; i < K; ++i) __builtin_prefetch(next[i] + d, 0, 2);
+      const int64_t stop = d + kLine < end ? d + kLine : end;
+      do {
+        vf y[K];
+        for (int i = 0; i < K; ++i) y[i] = T::load8(keys[i] + d);
+        for (int r = 0; r < R; ++r) {
+          const vf x = load(rows[r] + d);
+          for (int i = 0; i < K; ++i) acc[i * R + r] = fma(x, y[i], acc[i * R + r]);
+        }
+        d += W;
+      } while (d < stop);
+    } while (d < end);
+    float sums[kSums];
+    for (int i = 0; i < kSums; i += 8) sum_lanes8(acc + i, sums + i);
     for (int i = 0; i < K; ++i)
       for (int r = 0; r < R; ++r) s[r * lds + j + i] = sums[i * R + r];
   }
@@ -100,9 +111,11 @@ ATTNRT_INLINE void accumulate_strip(const float *p, int64_t ldp, const void *con
 template <class T, int R, bool kSafe>
 static void accumulate_rows(const float *p, int64_t ldp, const void *const *v, int k0, int k1, int dim, float *acc,
                             int64_t lda, const float *alpha, const void *const *ahead) {
-  constexpr int N = R == 1 ? 8 : R == 2 ? 4 : 2;  // enough independent sums to hide the latency of fma
+  constexpr int N = R == 1 ? 8 : R == 2 ? 4 : 3;  // enough independent sums to hide the latency of fma
   int d = 0;
-  for (; d + N * W <= dim; d += N * W) accumulate_strip<T, R, N, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha, ahead);
+  for (; d + N * W <= dim && dim - d != 4 * W; d += N * W)
+    accumulate_strip<T, R, N, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha, ahead);
+  for (; d + 2 * W <= dim; d += 2 * W) accumulate_strip<T, R, 2, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha, ahead);
   for (; d < dim; d += W) accumulate_strip<T, R, 1, kSafe>(p, ldp, v, k0, k1, d, acc, lda, alpha, ahead);
 }
 
