@@ -30,11 +30,21 @@ constexpr int LINE = 64;  // bytes
 
 ATTNRT_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 
-// A row of memory that will be needed a tile later: into the second level, the first one is busy.
-template <class Row>
-ATTNRT_INLINE void prefetch_row(Row row, int dim) {
-  for (int d = 0; d < dim; d += LINE / static_cast<int>(sizeof(*row))) __builtin_prefetch(row + d, 0, 2);
-}
+// Rows that will be needed a tile later, fetched line by line in the order of their addresses (memory answers such an order
+// fastest) into the second-level cache: the first one is busy.
+struct Ahead {
+  const void *const *row, *const *end;
+  int64_t at, bytes;
+  ATTNRT_INLINE Ahead make(const void *const *rows, int k0, int k1, int64_t bytes) {
+    return {rows ? rows + k0 : nullptr, rows ? rows + k1 : nullptr, 0, bytes};
+  }
+  __attribute__((always_inline)) void step() {
+    if (row == end) return;
+    __builtin_prefetch(static_cast<const char *>(*row) + at, 0, 2);
+    at += LINE;
+    if (at >= bytes) at = 0, ++row;
+  }
+};
 
 template <bool kSafe>
 ATTNRT_INLINE vf accumulate(vf p, vf v, vf acc) {
@@ -88,7 +98,7 @@ static void dots(const float *q, int64_t ldq, const void *const *k, int k0, int 
 // acc[r][d : d + N * W] over rows v[j] of memory.
 template <class T, int R, int N, bool kSafe>
 ATTNRT_INLINE void accumulate_strip(const float *p, int64_t ldp, const void *const *v, int k0, int k1, int d, float *acc,
-                                    int64_t lda, const float *alpha, const void *const *ahead) {
+                                    int64_t lda, const float *alpha, Ahead &ahead) {
   typedef const typename T::type *Row;
   vf sum[R][N];
   for (int r = 0; r < R; ++r)
@@ -96,7 +106,7 @@ ATTNRT_INLINE void accumulate_strip(const float *p, int64_t ldp, const void *con
   int j = k0;
   do {
     const Row row = static_cast<Row>(v[j]) + d;
-    if (ahead) prefetch_row(static_cast<Row>(ahead[j]) + d, N * W);
+    for (int n = 0; n < N; n += 2) ahead.step();
     vf x[N];
     for (int n = 0; n < N; ++n) x[n] = T::load8(row + n * W);
     for (int r = 0; r < R; ++r) {
@@ -110,7 +120,8 @@ ATTNRT_INLINE void accumulate_strip(const float *p, int64_t ldp, const void *con
 
 template <class T, int R, bool kSafe>
 static void accumulate_rows(const float *p, int64_t ldp, const void *const *v, int k0, int k1, int dim, float *acc,
-                            int64_t lda, const float *alpha, const void *const *ahead) {
+                            int64_t lda, const float *alpha, const void *const *rows_ahead) {
+  Ahead ahead = Ahead::make(rows_ahead, k0, k1, dim * static_cast<int64_t>(sizeof(typename T::type)));
   constexpr int N = R == 1 ? 8 : R == 2 ? 4 : 3;  // enough independent sums to hide the latency of fma
   int d = 0;
   for (; d + N * W <= dim && dim - d != 4 * W; d += N * W)
