@@ -23,7 +23,8 @@ STRUCTS = {
     "RunParams": pack.LAUNCH_RUN,
 }
 CUDA = (
-    "#define __device__\n#define __host__\n#define __forceinline__ inline\n#include <algorithm>\nusing std::max; using std::min;\n"
+    "#define __device__\n#define __host__\n#define __forceinline__ inline\n#include <algorithm>\n"
+    "using std::max; using std::min;\n"
     + (
         "inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }\n"
     )
