@@ -36,7 +36,7 @@ def examine() -> list[Finding]:
 
     machine = f"attnrt {attnrt.__version__}, Python {platform.python_version()}, NumPy {np.__version__}, {platform.machine()}"
     found = [Finding(name="machine", state="ok", text=machine), _cache()]
-    found += [*_backends(), _run(), *_frameworks()]
+    found += [*_backends(), *_cuda(), _run(), *_frameworks()]
     return found
 
 
@@ -63,6 +63,13 @@ def _backends() -> list[Finding]:
                 Finding(name=f"backend {name}", state=state, text="; ".join(why) or f"runs on {kind}")
             )
     return found
+
+
+def _cuda() -> list[Finding]:
+    """Driver, GPUs, compilers: what the CUDA backends need, each with its mend."""
+    from attnrt.backends.cuda import doctor
+
+    return [Finding(name=name, state="ok" if ok else "missing", text=line) for name, ok, line in doctor()]
 
 
 def _run() -> Finding:

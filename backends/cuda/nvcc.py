@@ -41,6 +41,13 @@ def find_nvcc() -> tuple[str | None, tuple[str, ...]]:
     return next((place for place in tried if os.access(place, os.X_OK)), None), tried
 
 
+def header_of(nvcc: str) -> Path | None:
+    """The cuda_runtime.h that a compiler finds beside itself, or None."""
+    home = Path(nvcc).resolve().parents[1]
+    places = (home / "include", *home.glob("targets/*/include"))
+    return next((place / "cuda_runtime.h" for place in places if (place / "cuda_runtime.h").exists()), None)
+
+
 @lru_cache(maxsize=1)
 def _version() -> str:
     nvcc, _ = find_nvcc()
