@@ -26,12 +26,11 @@ from .product import product
 
 
 class Cache(Protocol):
-    """K or V of every layer.
+    """K or V of every layer."""
 
-    layers: an array [num_pages, page_size, num_kv_heads, head_dim] for each, as `at.Attention` takes it.
-    """
-
-    layers: Sequence[Any]
+    @property
+    def layers(self) -> Sequence[Any]:
+        """An array [num_pages, page_size, num_kv_heads, head_dim] of each layer, as `at.Attention` takes it."""
 
     def move(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy token slots (page * page_size + offset) `source` to `target` in every layer; ranges may overlap."""

@@ -78,6 +78,7 @@ class StepAttention:
         self.num_runs = 0
         self._prepared: set[Any] = set()
         self._slots: Any = None
+        self._stream: int | None = None
 
     @property
     def backend(self) -> str:
@@ -94,7 +95,8 @@ class StepAttention:
             self._planned.prepare(index)
             self._prepared.add(index.features)
         begin += time.perf_counter() - compiling
-        self._planned.plan(index, stream=self.arrays.stream)
+        self._stream = self.arrays.stream
+        self._planned.plan(index, stream=self._stream)
         self._slots = self.arrays.send("slots", self.arrays.put(batch.slots), "int64")
         self.plan_seconds, self.run_seconds = time.perf_counter() - begin, 0.0
 
@@ -124,9 +126,9 @@ class StepAttention:
         begin = time.perf_counter()
         arrays, cache = self.arrays, pool.layers[layer]
         k, v = (arrays.send(role, x, self.q_dtype) for role, x in zip("kv", kv, strict=True))
-        self._planned.append(k, v, cache, slots=self._slots, stream=arrays.stream)
+        self._planned.append(k, v, cache, slots=self._slots, stream=self._stream)
         rows = arrays.send("q", q, self.q_dtype)
-        out = self._planned.run(rows, cache, out=arrays.result(tuple(q.shape)), stream=arrays.stream)
+        out = self._planned.run(rows, cache, out=arrays.result(tuple(q.shape)), stream=self._stream)
         out = arrays.receive(out)
         self.run_seconds += time.perf_counter() - begin
         self.num_runs += 1
