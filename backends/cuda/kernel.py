@@ -131,6 +131,7 @@ class CudaKernel:
         self._placed: dict[tuple[str, str, tuple[int, ...], bytes], TensorView] = {}
         self.itemsize = as_dtype(spec.kv_dtype).itemsize
         self.merge_grid = driver.device_attribute(device, driver.MULTIPROCESSORS) * MERGE_CTAS
+        self._rulers: tuple[Any, bytes] = (None, b"")
         #: What a run launches, in order.
         self.entries = (module.entry(ATTEND), module.entry(MERGE))
 
@@ -149,7 +150,10 @@ class CudaKernel:
 
     def pack_header(self, loaded: Loaded, target: np.ndarray) -> None:
         """Write what the kernels read of a plan (pack.HEADER)."""
-        pack.fill_header(loaded, target)
+        classes = loaded.plan.traits.classes
+        if self._rulers[0] is not classes:
+            self._rulers = (classes, pack.pack_rulers(classes))
+        pack.fill_header(loaded, target, self._rulers[1])
 
     def repeat(self, call: Call, capturable: bool) -> Repeat:
         """What runs a call, and later ones that differ in addresses, scale and stream alone."""

@@ -28,6 +28,7 @@ __all__ = [
     "fill_header",
     "fill_run",
     "layout_asserts",
+    "pack_rulers",
     "paged",
     "paged_bytes",
     "run_offsets",
@@ -149,8 +150,8 @@ _part_views = attrgetter(*PART_POINTERS)
 _header_views = attrgetter(*HEADER_POINTERS)
 
 
-@lru_cache(maxsize=64)
-def _rulers(classes: tuple[NumericClass, ...]) -> bytes:
+def pack_rulers(classes: tuple[NumericClass, ...]) -> bytes:
+    """The header's rulers; the same for every plan of one machine, so that who packs headers keeps them."""
     return b"".join(_ruler(klass) for klass in classes)
 
 
@@ -166,13 +167,15 @@ def _part(part: PartViews) -> tuple[int, ...]:
     return (*pointers, *fast_div(part.block_size), part.heads, part.request.shape[0], 0)
 
 
-def fill_header(loaded: Loaded, target: np.ndarray) -> None:
+def fill_header(loaded: Loaded, target: np.ndarray, rulers: bytes | None = None) -> None:
     """Write the PlanHeader of a loaded plan; places of parts that it does not have stay as they are, unread.
 
     Parameters
     ----------
     loaded : Loaded
     target : uint8 [HEADER.itemsize], writable
+    rulers : bytes, optional
+        ``pack_rulers(loaded.plan.traits.classes)``.
 
     Raises
     ------
@@ -188,7 +191,8 @@ def fill_header(loaded: Loaded, target: np.ndarray) -> None:
     counts = (len(plan.work.worker_indptr) - 1, len(plan.merge), len(loaded.parts), plan.tree == "pairwise")
     buffer = memoryview(target)
     _COUNTS.pack_into(buffer, 0, *pointers, *counts)
-    rulers = _rulers(plan.traits.classes)
+    if rulers is None:
+        rulers = pack_rulers(plan.traits.classes)
     buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
     for i, part in enumerate(loaded.parts):
         _PART.pack_into(buffer, _AT_PARTS + i * _PART.size, *_part(part))
