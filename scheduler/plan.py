@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.base import BlockSparse, Composite
 from attnrt.scheduler.align import align
+from attnrt.scheduler.align_native import align_native
 from attnrt.scheduler.assign import find
 from attnrt.scheduler.base import Plan, Traits
 from attnrt.scheduler.plan_native import MODES, Facts, can_plan, plan_native
@@ -86,7 +87,11 @@ def make_plan(
     facts = _facts.get(id(spec)) or _new_facts(spec)
     parts, limits = index.parts, _NO_LIMITS
     if len(parts) > 1:
-        aligned = align(parts, classes_of(index.requests, traits, facts.group), traits, facts.num_kv_heads)
+        aligned = align_native(parts, facts, traits, num_rows) if can_plan(traits) else None
+        if aligned is None:
+            aligned = align(
+                parts, classes_of(index.requests, traits, facts.group), traits, facts.num_kv_heads
+            )
         parts, limits = aligned.parts, aligned.limits
     if scheduler.__class__ is str and scheduler in MODES and can_plan(traits):
         work, merge, num_slots = plan_native(parts, limits, facts, traits, scheduler, tree, num_rows, slots)

@@ -16,11 +16,12 @@ import numpy as np
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS, MergeList, Traits, WorkList
 from attnrt.scheduler.problem import FAR, visible_range
+from attnrt.scheduler.values import setters
 
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse
 
-_ABI = 2  # of native/planner_abi.h
+_ABI = 3  # of native/planner_abi.h
 
 try:
     from attnrt.scheduler._planner_native import ffi, lib
@@ -42,7 +43,17 @@ if lib is not None:
         ffi.from_buffer,
     )
 
-__all__ = ["MODES", "Facts", "can_plan", "plan_native"]
+__all__ = [
+    "MODES",
+    "OUTSIDE",
+    "Facts",
+    "can_plan",
+    "failure",
+    "plan_native",
+    "point_at_queries",
+    "point_at_requests",
+    "structs",
+]
 
 
 class Facts(NamedTuple):
@@ -60,7 +71,7 @@ class Facts(NamedTuple):
 MODES = {"lpt": 0, "round_robin": 1, "one_cta_per_request": 2}
 
 _NW, _NM = len(WORK_FIELDS), len(MERGE_FIELDS)
-_OUTSIDE = 2
+OUTSIDE = 2
 _MOST_CLASSES = _MOST_SPANS = 8
 _INT32_MAX = (1 << 31) - 1
 _INT32, _empty, _ndarray = np.dtype(np.int32), np.empty, np.ndarray
@@ -70,6 +81,9 @@ _NO_MERGES = MergeList(
 for _array in (_NO_MERGES.rows, _NO_MERGES.slots, _NO_MERGES.leaves):
     _array.setflags(write=False)
 _local = threading.local()
+_new = object.__new__
+_set_items, _set_worker_indptr = setters(WorkList)
+_set_rows, _set_slots, _set_leaves = setters(MergeList)
 _traits: dict[int, tuple[Traits, Any]] = {}
 
 
@@ -111,34 +125,46 @@ def _traits_struct(traits: Traits) -> Any:
     return struct
 
 
-class _Structs:
-    """This thread's call record. What seldom changes between two plans is written only when it does (``key``)."""
+class Structs:
+    """A thread's call record. What seldom changes between two plans is written only when it does."""
 
     def __init__(self) -> None:
         self.problem = ffi.new("attnrt_problem *")
         self.counts = ffi.new("attnrt_counts *")
+        self.aligned = ffi.new("attnrt_aligned *")
         self.parts = ffi.new("attnrt_part[]", 8)
         self.first = self.parts[0]
         self.problem.part = self.parts
-        self.key: Any = None
-        self.keep: Any = None
+        self.facts: Any = None  # what the problem was last written for, by identity
+        self.traits: Any = None
+        self.rules: Any = None
+        #: Parts whose structs alignment has written already; taken by the next plan.
+        self.ready: Any = None
 
     def reserve(self, parts: int) -> None:
+        """Room for so many parts, and the problem pointing at it."""
         if parts > len(self.parts):
             self.parts = ffi.new("attnrt_part[]", 2 * parts)
             self.first = self.parts[0]
-            self.problem.part = self.parts
+        self.problem.part = self.parts
 
-    def set_key(self, key: Any, facts: Facts, traits: Traits, slots: int) -> None:
-        """Write what the key (ids of facts and traits, scheduler, tree, most slots) stands for."""
+    def know(self, facts: Facts, traits: Traits) -> None:
+        """Write what the planner asks of a spec and a machine."""
         p, reach = self.problem, facts.reach
-        self.keep = facts, traits  # so that the ids in the key are not used again
         p.traits = _traits_struct(traits)
-        p.num_kv_heads, p.group, p.max_slots = facts.num_kv_heads, facts.group, min(slots, _INT32_MAX)
-        p.mode, p.pairwise = MODES[key[2]], key[3] == "pairwise"
+        p.num_kv_heads, p.group = facts.num_kv_heads, facts.group
         left, right = reach if reach is not None else (None, None)
         p.left, p.right = FAR if left is None else min(left, FAR), FAR if right is None else min(right, FAR)
-        self.key = key
+        self.facts, self.traits = facts, traits  # kept alive, so that identity means equality
+
+
+def structs() -> Structs:
+    """This thread's."""
+    try:
+        return _local.structs
+    except AttributeError:
+        made = _local.structs = Structs()
+        return made
 
 
 def plan_native(
@@ -159,39 +185,56 @@ def plan_native(
     PlanError
         The index points outside its own arrays.
     """
-    try:
-        structs = _local.structs
-    except AttributeError:
-        structs = _local.structs = _Structs()
-    key = (id(facts), id(traits), scheduler, tree, max_slots)
-    if key != structs.key:
-        structs.set_key(key, facts, traits, max_slots)
-    p, requests = structs.problem, parts[0].requests
-    qo_lens = requests.qo_lens
-    p.num_parts, p.num_requests, p.num_rows = len(parts), len(qo_lens), num_rows
-    p.bound_kv_lens = requests.bound_kv_lens is not None
-    p.qo_lens = alive_qo = _buffer(_INTS, qo_lens)
-    p.kv_lens = alive_kv = _buffer(_INTS, requests.kv_lens)
-    ask = facts.composed if facts.reach is None else None
-    if len(parts) == 1:
-        alive = _fill(structs.first, parts[0], limits[0], ask)
-    else:
-        structs.reserve(len(parts))
-        alive = [_fill(structs.parts[i], part, limits[i], ask) for i, part in enumerate(parts)]
-    counts = structs.counts
+    s = structs()
+    p = s.problem
+    if facts is not s.facts or traits is not s.traits:
+        s.know(facts, traits)
+    rules = (scheduler, tree, max_slots)
+    if rules != s.rules:
+        p.mode, p.pairwise, p.max_slots = MODES[scheduler], tree == "pairwise", min(max_slots, _INT32_MAX)
+        s.rules = rules
+    ready, s.ready = s.ready, None
+    if ready is None or ready is not parts or facts.reach is None:
+        alive = _point_at(s, parts, limits, facts, num_rows)
+    counts = s.counts
     status = lib.attnrt_plan(p, counts)
-    if status == _OUTSIDE:
-        rule = "must have qo_indptr, request and qo_index within its own queries, requests and rows"
-        raise PlanError("index", rule, None, "index.check() names the array.")
     if status:
-        hint = "These states do not come from cuts: more parts need more slots."
-        raise LimitError("max_partial_slots", counts.slots, max_slots, hint)
-    del alive, alive_qo, alive_kv
+        raise failure(status, counts.slots, max_slots)
+    alive = None  # noqa: F841  (until here)
     return _take(counts, traits.num_workers)
 
 
-def _fill(out: Any, part: Any, limits: Any, composed: Any) -> Any:
-    """Point a struct at a part's arrays; returns what must stay alive until the call is over."""
+def failure(status: int, slots: int = 0, max_slots: int = 0) -> Exception:
+    """What a status of the C++ calls means."""
+    if status == OUTSIDE:
+        rule = "must have qo_indptr, request and qo_index within its own queries, requests and rows"
+        return PlanError("index", rule, None, "index.check() names the array.")
+    hint = "These states do not come from cuts: more parts need more slots."
+    return LimitError("max_partial_slots", slots, max_slots, hint)
+
+
+def point_at_requests(p: Any, requests: Any, num_rows: int) -> Any:
+    """Lengths of the requests into a problem; returns what must stay alive until the call is over."""
+    qo_lens = requests.qo_lens
+    p.num_requests, p.num_rows = len(qo_lens), num_rows
+    p.bound_kv_lens = requests.bound_kv_lens is not None
+    p.qo_lens = alive_qo = _buffer(_INTS, qo_lens)
+    p.kv_lens = alive_kv = _buffer(_INTS, requests.kv_lens)
+    return alive_qo, alive_kv
+
+
+def _point_at(s: Structs, parts: Any, limits: Any, facts: Facts, num_rows: int) -> Any:
+    ask = facts.composed if facts.reach is None else None
+    alive = point_at_requests(s.problem, parts[0].requests, num_rows)
+    s.problem.num_parts = len(parts)
+    s.reserve(len(parts))
+    if len(parts) == 1:
+        return alive, _fill(s.first, parts[0], limits[0], ask)
+    return alive, [_fill(s.parts[i], part, limits[i], ask) for i, part in enumerate(parts)]
+
+
+def point_at_queries(out: Any, part: Any) -> Any:
+    """Point a struct at what the planner and alignment both read of a part; returns what must stay alive."""
     indptr, qo_index, kv_pos = part.qo_indptr, part.qo_index, part.kv_pos
     request = part.request
     out.num_rows, out.heads, out.num_queries = len(indptr) - 1, part.heads, len(request)
@@ -203,19 +246,24 @@ def _fill(out: Any, part: Any, limits: Any, composed: Any) -> Any:
     out.kv_begin = f = _buffer(_INTS, part.kv_begin)
     out.kv_end = g = _buffer(_INTS, part.kv_end)
     out.kv_offset = h = _buffer(_INTS, part.kv_offset)
-    more: Any = ()
-    out.limit_lo = out.visible_lo = (
-        _NULL  # the planner looks at the lower ends alone to see whether there are any
-    )
+    # The planner looks at the lower ends alone to see whether there are any.
+    out.limit_lo = out.visible_lo = _NULL
+    return a, b, c, d, e, f, g, h
+
+
+def _fill(out: Any, part: Any, limits: Any, composed: Any) -> Any:
+    """Point a struct at a part's arrays; returns what must stay alive until the call is over."""
+    alive = point_at_queries(out, part)
     if limits is not None:
-        out.limit_lo, out.limit_hi = more = _buffer(_LONGS, limits[0]), _buffer(_LONGS, limits[1])
+        out.limit_lo, out.limit_hi = ends = _buffer(_LONGS, limits[0]), _buffer(_LONGS, limits[1])
+        alive = (alive, ends)
     if composed is not None:
         pos = part.qo_pos.astype(np.int64)
         low = pos - part.requests.kv_lens[part.request] if part.requests.bound_kv_lens is not None else pos
         lo, hi = visible_range(composed, low, pos)
         out.visible_lo, out.visible_hi = ends = _buffer(_LONGS, lo), _buffer(_LONGS, hi)
-        more = (more, ends)
-    return a, b, c, d, e, f, g, h, more
+        alive = (alive, ends)
+    return alive
 
 
 def _take(counts: Any, num_workers: int) -> tuple[WorkList, MergeList, int]:
@@ -226,8 +274,13 @@ def _take(counts: Any, num_workers: int) -> tuple[WorkList, MergeList, int]:
     d = c + entries
     buffer = _empty(d + entries, _INT32)
     lib.attnrt_take(_buffer(_INTS, buffer))
-    work = WorkList(items=_ndarray((items, _NW), _INT32, buffer), worker_indptr=buffer[a:b])
+    work = _new(WorkList)
+    _set_items(work, _ndarray((items, _NW), _INT32, buffer))
+    _set_worker_indptr(work, buffer[a:b])
     if not merges:
         return work, _NO_MERGES, counts.slots
-    rows = _ndarray((merges, _NM), _INT32, buffer, 4 * b)
-    return work, MergeList(rows=rows, slots=buffer[c:d], leaves=buffer[d:]), counts.slots
+    merge = _new(MergeList)
+    _set_rows(merge, _ndarray((merges, _NM), _INT32, buffer, 4 * b))
+    _set_slots(merge, buffer[c:d])
+    _set_leaves(merge, buffer[d:])
+    return work, merge, counts.slots

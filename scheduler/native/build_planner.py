@@ -16,8 +16,8 @@ ffibuilder.cdef(DECLARATIONS)
 ffibuilder.set_source(
     "attnrt.scheduler._planner_native",
     '#include <stdint.h>\nextern "C" {\n#include "planner_abi.h"\n}\n',
-    sources=["scheduler/native/planner.cpp"],
-    depends=[f"scheduler/native/{name}.h" for name in ("planner_abi", "buffer", "lpt", "ruler", "tile")],
+    sources=["scheduler/native/planner.cpp", "scheduler/native/align.cpp"],
+    depends=[str(path.relative_to(HERE.parents[1])) for path in sorted(HERE.glob("*.h"))],
     include_dirs=["scheduler/native"],
     source_extension=".cpp",
     # No fused multiply-adds: costs must add up to the bit as in the Python form.

@@ -13,58 +13,71 @@ class LongestFirst {
  public:
   // Least-loaded worker by a tournament: inner node i keeps the smaller load of its two children, of equals the left
   // one, which is the lower worker. Costs are not negative, so the first items go to workers 0, 1, 2, ... unless some
-  // cost is 0.
+  // cost is 0; and so the bits of a load, read as an integer, compare as the load does. With integers the way up has no
+  // branch, whose outcome nobody could foresee.
   double assign(const double* costs, size_t n, int32_t workers) {
     sort_by_cost(costs, n);
     const int32_t* in_order = ids_.get();
     int32_t* worker_at = workers_.need(n);
     int32_t leaves = 1;
     while (leaves < workers) leaves *= 2;
-    double* load = load_.need(size_t(leaves) * 2);
+    int64_t* load = load_.need(size_t(leaves) * 2);
     int32_t* who = who_.need(size_t(leaves) * 2);
     const size_t ahead = n && costs[in_order[n - 1]] > 0.0 ? std::min(n, size_t(workers)) : 0;
     for (int32_t w = 0; w < leaves; ++w) {
-      load[leaves + w] = w < workers ? 0.0 : std::numeric_limits<double>::infinity();
+      load[leaves + w] = w < workers ? 0 : bits_of(std::numeric_limits<double>::infinity());
       who[leaves + w] = w;
     }
     for (size_t i = 0; i < ahead; ++i) {
       worker_at[i] = int32_t(i);
-      load[size_t(leaves) + i] = 0.0 + costs[in_order[i]];
+      load[size_t(leaves) + i] = bits_of(0.0 + costs[in_order[i]]);
     }
     if (n > ahead) {
       for (int32_t node = leaves - 1; node > 0; --node) {
-        const bool right = load[2 * node + 1] < load[2 * node];
-        load[node] = right ? load[2 * node + 1] : load[2 * node];
-        who[node] = right ? who[2 * node + 1] : who[2 * node];
+        const int32_t child = 2 * node + int32_t(load[2 * node + 1] < load[2 * node]);
+        load[node] = load[child];
+        who[node] = who[child];
       }
       for (size_t i = ahead; i < n; ++i) {
         const int32_t worker = leaves > 1 ? who[1] : 0;
         worker_at[i] = worker;
-        int32_t node = leaves + worker;
-        double mine = load[node] += costs[in_order[i]];
+        uint32_t node = uint32_t(leaves + worker);
+        int64_t mine = bits_of(load_of(load[node]) + costs[in_order[i]]);
         int32_t me = worker;
+        load[node] = mine;
         while (node > 1) {
-          const double other = load[node ^ 1];
+          const int64_t other = load[node ^ 1];
           const int32_t them = who[node ^ 1];
-          const bool left = (node & 1) != 0;  // the sibling is the left one, so it also wins a tie
-          const bool lose = left ? other <= mine : other < mine;
-          mine = lose ? other : mine;
-          me = lose ? them : me;
+          // All ones if the other one wins; a sibling to the left also wins a tie.
+          const int64_t lose = (other - (mine + int64_t(node & 1))) >> 63;
+          mine ^= (mine ^ other) & lose;
+          me ^= (me ^ them) & int32_t(lose);
           node >>= 1;
           load[node] = mine;
           who[node] = me;
         }
       }
     }
-    double makespan = 0.0;
+    int64_t makespan = 0;
     for (int32_t w = 0; w < workers; ++w) makespan = std::max(makespan, load[leaves + w]);
-    return makespan;
+    return load_of(makespan);
   }
 
   const int32_t* order() const { return ids_.get(); }          // [n] items, longest first
   const int32_t* worker_of() const { return workers_.get(); }  // [n] worker of order()[i]
 
  private:
+  static int64_t bits_of(double load) {
+    int64_t bits;
+    std::memcpy(&bits, &load, sizeof bits);
+    return bits;
+  }
+  static double load_of(int64_t bits) {
+    double load;
+    std::memcpy(&load, &bits, sizeof load);
+    return load;
+  }
+
   // Longest first, equal costs by item id: `keys` hold the complemented bits of a cost (costs are finite and not
   // negative), `ids` the item. A stable radix sort over the bits that differ at all; where these are few, key and id
   // travel in one word.
@@ -103,5 +116,5 @@ class LongestFirst {
 
   Buffer<uint64_t> keys_, keys2_;
   Buffer<int32_t> ids_, workers_, who_;
-  Buffer<double> load_;
+  Buffer<int64_t> load_;
 };

@@ -13,12 +13,9 @@
 #include <limits>
 #include <vector>
 
-extern "C" {
-#include "planner_abi.h"
-}
 #include "buffer.h"
 #include "lpt.h"
-#include "ruler.h"
+#include "problem.h"
 #include "tile.h"
 
 namespace {
@@ -36,7 +33,6 @@ class Planner {
   void take(int32_t* out) const;
 
  private:
-  bool in_range(const attnrt_part& part) const;
   void find_tiles();
   void tiles_of(int part, int row, int q_begin, int q_end, int klass);
   void find_keys(Tile& tile) const;
@@ -93,41 +89,18 @@ class Planner {
   std::vector<int32_t> merge_rows, merge_slots, merge_leaves;
 };
 
-// Whether a part's queries are what the tables below are sized for. The builders check this; an index made by hand may
-// not, and a wrong row here would be a write outside.
-bool Planner::in_range(const attnrt_part& part) const {
-  if (part.qo_indptr[0] != 0 || part.qo_indptr[part.num_rows] != part.num_queries) return false;
-  uint32_t bad = 0;
-  for (int r = 0; r < part.num_rows; ++r) bad |= part.qo_indptr[r + 1] < part.qo_indptr[r];
-  for (int q = 0; q < part.num_queries; ++q) bad |= uint32_t(part.request[q]) >= uint32_t(pr->num_requests);
-  if (part.qo_index)
-    for (int q = 0; q < part.num_queries; ++q) bad |= uint32_t(part.qo_index[q]) >= uint32_t(pr->num_rows);
-  else
-    bad |= part.num_queries > pr->num_rows;
-  return bad == 0;
-}
-
 int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
   pr = &problem;
   tr = problem.traits;
-  units = 1;
-  for (int p = 0; p < pr->num_parts; ++p)
-    if (pr->part[p].heads > 1) units = pr->num_kv_heads;
-  for (int p = 0; p < pr->num_parts; ++p)
-    if (!in_range(pr->part[p])) return 2;
+  units = units_of(problem);
+  if (!in_range(problem)) return 2;
   rulers.clear();
   steps.clear();
   for (int i = 0; i < tr->num_classes; ++i) {
     rulers.emplace_back(tr->classes[i]);
     steps.push_back(std::max(1, tr->classes[i].q_tile / pr->group));
   }
-  req_class.resize(size_t(pr->num_requests));
-  for (int i = 0; i < pr->num_requests; ++i) {
-    const int64_t rows = int64_t(pr->qo_lens[i]) * pr->group;
-    int k = 0;
-    while (k + 1 < tr->num_classes && tr->classes[k].max_rows >= 0 && rows > tr->classes[k].max_rows) ++k;
-    req_class[size_t(i)] = k;
-  }
+  classes_of(problem, req_class);
   find_tiles();
   if (pr->num_parts > 1) {
     mark_rows();
@@ -547,12 +520,17 @@ void Planner::take(int32_t* out) const {
   put(merge_leaves);
 }
 
-thread_local Planner planner;
+// Behind a call, because code that the compiler knows to work on a thread's own object looks its address up again at
+// every turn.
+[[gnu::noinline]] Planner& planner() {
+  thread_local Planner mine;
+  return mine;
+}
 
 }  // namespace
 
 extern "C" int attnrt_plan(const attnrt_problem* problem, attnrt_counts* counts) {
-  return planner.plan(*problem, *counts);
+  return planner().plan(*problem, *counts);
 }
 
-extern "C" void attnrt_take(int32_t* out) { planner.take(out); }
+extern "C" void attnrt_take(int32_t* out) { planner().take(out); }

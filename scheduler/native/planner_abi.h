@@ -3,7 +3,7 @@
 // formats/base.py.
 
 // Raised with every change below, so that Python notices a library built before it.
-enum { ATTNRT_PLANNER_ABI = 2 };
+enum { ATTNRT_PLANNER_ABI = 3 };
 
 // One part of the index.
 typedef struct {
@@ -22,6 +22,19 @@ typedef struct {
   const int64_t* limit_hi;    // the same, exclusive
   const int64_t* visible_lo;  // [queries] or NULL: positions a query may see, where they are not left and right of it
   const int64_t* visible_hi;  // the same, exclusive
+  // From here on only alignment reads.
+  int32_t block;               // tokens per KV block
+  int32_t entries;             // length of indices
+  int32_t has_mask;            // 0: none, 1: on the host, 2: bound
+  int64_t mask_bytes;          // on the host
+  const int32_t* indptr;       // [num_rows * heads + 1]
+  const int32_t* indices;      // [entries] or NULL: affine, or bound (then `bound`)
+  int32_t bound;               // indices lie on a device
+  const int64_t* kv_base;      // [num_rows] or NULL
+  const int32_t* block_pos;    // [entries] or NULL
+  const uint8_t* mask;         // [mask_bytes] or NULL
+  const int64_t* mask_offset;  // [queries] or NULL
+  const int32_t* mask_begin;   // [num_rows] or NULL
 } attnrt_part;
 
 // A numeric class: its ruler as spans of equal leaves, the last one without end.
@@ -65,6 +78,34 @@ typedef struct {
   int64_t entries;
   int64_t slots;  // partial slots used; where they do not suffice, the number needed
 } attnrt_counts;
+
+// One part of an aligned index, as Python makes it. The last lines are places of arrays in the buffer, in int32s from
+// its start; -1: none, or the source's own.
+typedef struct {
+  int32_t source;  // what is left of this part; -1: a bridge
+  int32_t rows, heads, queries;
+  int32_t most_queries, block;  // block size of a bridge
+  int32_t entries, max_block;
+  int32_t mask_bytes;
+  int32_t bound_mask;  // the part whose bound mask a bridge keeps, -1: none
+  int32_t qo_indptr, qo_index, request, qo_pos, kv_begin, kv_end;
+  int32_t indptr, indices, kv_pos, block_pos, kv_offset;
+  int32_t mask, mask_offset, mask_begin;
+  int32_t limit_lo, limit_hi;
+} attnrt_aligned_part;
+
+typedef struct {
+  int32_t parts;
+  int64_t length;  // int32s that attnrt_align_take writes
+} attnrt_aligned;
+
+// Align the problem's parts into this thread's scratch. 0: done; 2: as of attnrt_plan; 3: they are aligned as they are;
+// 4: left to the readable form (which may raise).
+int attnrt_align(const attnrt_problem* problem, attnrt_aligned* aligned);
+
+// Write the last alignment of this thread: attnrt_aligned_part [parts], then the arrays. The problem then points at the
+// aligned parts, which live until the next alignment. 0: done; 4: as of attnrt_align.
+int attnrt_align_take(attnrt_problem* problem, int32_t* out);
 
 // Plan into this thread's scratch. 0: done; 1: max_slots do not suffice even without a cut;
 // 2: qo_indptr, request or qo_index point outside.
