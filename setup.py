@@ -38,7 +38,7 @@ CFFI_MODULES = [
 
 setup(
     ext_modules=[
-        extension("attnrt._tensor_native", "attnrt/native/tensor.cpp", "attnrt/native/dlpack.h"),
+        extension("attnrt._tensor_native", "attnrt/native/tensor.cpp", *glob.glob("attnrt/native/*.h")),
         extension("attnrt._formats_native", "formats/native/index.cpp"),
     ],
     cffi_modules=CFFI_MODULES,
