@@ -75,6 +75,10 @@ class DeviceOps(Protocol):
         """Block the host until all work of a stream is done."""
         ...
 
+    def current_stream(self, view: Any) -> Callable[[], int]:
+        """What gives ``stream(None, view)`` for every later array of the view's framework."""
+        ...
+
     def stream(self, stream: Any, view: Any = None) -> int:
         """Native handle of the caller's stream; of None: the current stream of the framework of ``view``, or, without a
         view, of the one GPU framework the process has loaded (ArgumentError if there are two)."""
@@ -121,6 +125,9 @@ class HostOps:
 
     def synchronize(self, stream: int) -> None:
         pass
+
+    def current_stream(self, view: Any) -> Callable[[], int]:
+        return int
 
     def stream(self, stream: Any, view: Any = None) -> int:
         if stream is not None:

@@ -83,8 +83,10 @@ def run_again(
     if (return_lse and lse is None) or (sm_scale is not None and type(sm_scale) is not float):
         return NOT_YET
     found = signature(q, k, v, out, lse)
-    quick = None if found is None else runtime.quick.get(found[0])
-    tenant = runtime.tenant
+    if found is None:
+        return NOT_YET
+    key, addresses = found
+    quick, tenant = runtime.quick.get(key), runtime.tenant
     if quick is None or (plan is not None and tenant.loaded.plan is not plan):
         return NOT_YET
     if quick.epoch != runtime.epoch and not _renew(runtime, quick):
@@ -94,7 +96,6 @@ def run_again(
     elif sm_scale - sm_scale != 0.0:  # not finite
         return NOT_YET
     handle = quick.current() if stream is None else stream_handle(stream)
-    addresses = found[1]
     if out is None:
         if runtime.ops.capturing(handle):
             return NOT_YET

@@ -9,6 +9,7 @@ Requests of different lengths share a pool of pages. Each step plans on the host
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ def decode(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
     limits = at.Limits(max_requests=REQUESTS, max_qo_tokens=REQUESTS, max_index_entries=POOL, num_pages=POOL)
     attn = at.Attention(spec, device="cuda", limits=limits)
-    made = {"device": "cuda", "dtype": torch.bfloat16}
+    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     kv = tuple(torch.randn(POOL, PAGE, 8, 128, **made) for _ in "kv")
     q, out = torch.empty(REQUESTS, 32, 128, **made), torch.empty(REQUESTS, 32, 128, **made)
     k, v = (torch.empty(REQUESTS, 8, 128, **made) for _ in "kv")

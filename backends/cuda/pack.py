@@ -189,7 +189,7 @@ def fill_header(loaded: Loaded, target: np.ndarray, rulers: bytes | None = None)
     plan = loaded.plan
     pointers = [0 if view is None else view.ptr for view in _header_views(loaded)]
     counts = (len(plan.work.worker_indptr) - 1, len(plan.merge), len(loaded.parts), plan.tree == "pairwise")
-    buffer = memoryview(target)
+    buffer = target.data
     _COUNTS.pack_into(buffer, 0, *pointers, *counts)
     if rulers is None:
         rulers = pack_rulers(plan.traits.classes)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A libcuda without a GPU: memory is the host's, kernels do nothing, and every call that enqueues, allocates or waits is written
-// down, so that a test can say what a run does to a stream, what happens under capture, and what a failing call leaves behind.
-// Streams and events are made-up numbers. Only what backends/cuda/native/driver.cpp asks for is here.
+// A libcuda without a GPU: memory is the host's, kernels do nothing, and every call that enqueues, allocates or waits
+// is written down, so that a test can say what a run does to a stream, what happens under capture, and what a failing
+// call leaves behind. Streams and events are made-up numbers. Only what backends/cuda/native/driver.cpp asks for is
+// here.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -91,21 +92,33 @@ int cuMemcpyHtoDAsync_v2(uint64_t d, const void* s, size_t n, void* stream) {
   if (!code) memcpy(reinterpret_cast<void*>(d), s, n);
   return code;
 }
-int cuMemcpyHtoD_v2(uint64_t d, const void* s, size_t n) { return memcpy(reinterpret_cast<void*>(d), s, n), forbidden("copy_sync"); }
-int cuMemcpyDtoH_v2(void* d, uint64_t s, size_t n) { return memcpy(d, reinterpret_cast<void*>(s), n), forbidden("fetch"); }
-int cuMemsetD8Async(uint64_t d, unsigned char v, size_t n, void* s) { return memset(reinterpret_cast<void*>(d), v, n), note("set", s); }
+int cuMemcpyHtoD_v2(uint64_t d, const void* s, size_t n) {
+  return memcpy(reinterpret_cast<void*>(d), s, n), forbidden("copy_sync");
+}
+int cuMemcpyDtoH_v2(void* d, uint64_t s, size_t n) {
+  return memcpy(d, reinterpret_cast<void*>(s), n), forbidden("fetch");
+}
+int cuMemsetD8Async(uint64_t d, unsigned char v, size_t n, void* s) {
+  return memset(reinterpret_cast<void*>(d), v, n), note("set", s);
+}
 int cuPointerGetAttribute(void* out, int, uint64_t) { return *static_cast<int*>(out) = 0, 0; }
 int cuStreamSynchronize(void* s) { return note("sync", s); }
 int cuStreamIsCapturing(void* s, int* on) { return *on = captured.count(s) ? 1 : 0, 0; }
-int cuStreamWaitEvent(void* s, void* e, unsigned) { return note("wait", s, std::to_string(reinterpret_cast<uintptr_t>(e))); }
+int cuStreamWaitEvent(void* s, void* e, unsigned) {
+  return note("wait", s, std::to_string(reinterpret_cast<uintptr_t>(e)));
+}
 int cuEventCreate(void** e, unsigned) { return *e = reinterpret_cast<void*>(next_event++), 0; }
 int cuEventDestroy_v2(void*) { return 0; }
 int cuEventRecord(void* e, void* s) { return note("record", s, std::to_string(reinterpret_cast<uintptr_t>(e))); }
 int cuEventQuery(void*) { return 0; }
 int cuEventSynchronize(void*) { return forbidden("event_sync"); }
-int cuLibraryLoadData(void** l, const void*, void*, void**, unsigned, void*, void**, unsigned) { return *l = &trace, 0; }
+int cuLibraryLoadData(void** l, const void*, void*, void**, unsigned, void*, void**, unsigned) {
+  return *l = &trace, 0;
+}
 int cuLibraryUnload(void*) { return 0; }
-int cuLibraryGetGlobal(uint64_t* p, size_t* n, void*, const char*) { return *p = reinterpret_cast<uint64_t>(&smem_bytes), *n = 4, 0; }
+int cuLibraryGetGlobal(uint64_t* p, size_t* n, void*, const char*) {
+  return *p = reinterpret_cast<uint64_t>(&smem_bytes), *n = 4, 0;
+}
 int cuLibraryGetKernel(void** k, void*, const char* name) {
   *k = new char;
   kernels[*k] = name;

@@ -30,7 +30,8 @@ __device__ __forceinline__ long long append_offset(const PagedKv& kv, long long 
          static_cast<long long>(head) * kv.stride_head;
 }
 
-// Rows that come in the cache's own type without a scale are copied bit by bit; others are scaled in float32 and rounded once.
+// Rows that come in the cache's own type without a scale are copied bit by bit; others are scaled in float32 and
+// rounded once.
 template <Dtype From, Dtype To>
 __device__ __forceinline__ typename Bits<To>::type append_value(typename Bits<From>::type x, float scale) {
   if constexpr (From == To) {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile kernel: a persistent CTA of four warps runs the work items of one worker, tensor cores of sm_80 (mma.sync m16n8k16).
+// The tile kernel: a persistent CTA of four warps runs the work items of one worker, tensor cores of sm_80 (mma.sync
+// m16n8k16).
 //
-// Division of labour in a tile of kTile keys: each warp scores a quarter of the keys for all rows, the warps agree on the row
-// maxima through shared memory, write the weights P there, and each accumulates a quarter of the output columns over all keys.
-// So there is one state per row (no per-warp states to fold), registers hold acc[rows][columns / 4], and what is added in which
-// order depends on kTile and the four warps alone: a row has the same bits in a tile of 16 rows and of 64, in decode and in
-// prefill. The alternative, a warp per 16 rows with all keys, needs no exchange but leaves three warps idle in decode and makes
-// decode and prefill two numeric classes.
+// Division of labour in a tile of kTile keys: each warp scores a quarter of the keys for all rows, the warps agree on
+// the row maxima through shared memory, write the weights P there, and each accumulates a quarter of the output columns
+// over all keys. So there is one state per row (no per-warp states to fold), registers hold acc[rows][columns / 4], and
+// what is added in which order depends on kTile and the four warps alone: a row has the same bits in a tile of 16 rows
+// and of 64, in decode and in prefill. The alternative, a warp per 16 rows with all keys, needs no exchange but leaves
+// three warps idle in decode and makes decode and prefill two numeric classes.
 #pragma once
 #include "attnrt_variant.h"
 #include "convert.cuh"
@@ -19,8 +20,8 @@ template <class Config, class Variant>
 class Attend {
   using L = Layout<Config, Variant>;
   static constexpr int kMB = Config::m_blocks;
-  static constexpr int kNS = L::kWarpKeys / 8;   // 8-key blocks of scores per warp
-  static constexpr int kNO = L::kWarpCols / 8;   // 8-column blocks of output per warp
+  static constexpr int kNS = L::kWarpKeys / 8;  // 8-key blocks of scores per warp
+  static constexpr int kNO = L::kWarpCols / 8;  // 8-column blocks of output per warp
   // Wide heads have no registers for more.
   static constexpr int kUnrollD = L::kDim > 256 ? 2 : L::kDim / 16;
   static constexpr int kUnrollKeys = L::kDimVo > 256 ? 1 : L::kTile / 16;
@@ -49,7 +50,8 @@ class Attend {
     for (int i = p_.plan->worker_indptr[blockIdx.x]; i < p_.plan->worker_indptr[blockIdx.x + 1]; ++i) {
       const WorkItem& item = p_.plan->work[i];
       for (int head = item.head_begin; head < item.head_end; ++head) {
-        for (first_ = 0; first_ < (item.q_end - item.q_begin) * Config::group; first_ += L::kRows) run_rows(item, head, ahead);
+        for (first_ = 0; first_ < (item.q_end - item.q_begin) * Config::group; first_ += L::kRows)
+          run_rows(item, head, ahead);
       }
     }
     ptx::cp_async_wait<0>();
@@ -60,8 +62,8 @@ class Attend {
     float m[kMB][2], l[kMB][2];
     float acc[kMB][kNO][4];
 
-    // Moves every row half one place up. A rolled loop that takes the first and shifts visits all of them without an index into
-    // registers, and its body is compiled once: what ends a row is large and rare.
+    // Moves every row half one place up. A rolled loop that takes the first and shifts visits all of them without an
+    // index into registers, and its body is compiled once: what ends a row is large and rare.
     __device__ __forceinline__ void shift() {
 #pragma unroll
       for (int b = 0; b < kMB; ++b) {
@@ -211,8 +213,8 @@ class Attend {
   __device__ __forceinline__ void logits(const WorkItem& item, int head, int tile, float (&s)[kMB][kNS][4]) const {
     // A tile that every row sees whole needs no test per element.
     const bool whole = meta_.all_live[stage_][warp_] && !meta_.any_mask && Variant::mask_is_interval &&
-                       meta_.pos_min[stage_][warp_] >= meta_.low_max && meta_.pos_max[stage_][warp_] <= meta_.high_min &&
-                       tile + L::kTile <= meta_.limit_min;
+                       meta_.pos_min[stage_][warp_] >= meta_.low_max &&
+                       meta_.pos_max[stage_][warp_] <= meta_.high_min && tile + L::kTile <= meta_.limit_min;
     const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
     const unsigned live = whole ? 0xffffffffu : seen_bits(item, head, tile);
 #pragma unroll
@@ -261,13 +263,15 @@ class Attend {
         row = Variant::row(params_, c);
       }
 #pragma unroll
-      for (int k = 2 * kNS - 1; k >= 0; --k) bits = bits << 1 | (seen(mask, r, row, c, key_of(k / 2, k % 2), tile) ? 1u : 0u);
+      for (int k = 2 * kNS - 1; k >= 0; --k)
+        bits = bits << 1 | (seen(mask, r, row, c, key_of(k / 2, k % 2), tile) ? 1u : 0u);
     }
     return bits;
   }
 
   template <class Row>
-  __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, Ctx& c, int key, int tile) const {
+  __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, Ctx& c, int key,
+                                       int tile) const {
     const int pos = meta_.pos[stage_][key];
     bool yes = pos != kDeadKey && pos >= meta_.low[r] && pos <= meta_.high[r] && tile + key < meta_.limit[r];
     if constexpr (!Variant::mask_is_interval) {
@@ -416,13 +420,15 @@ class Attend {
     for (int b = 0; b < kMB; ++b)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const Fold f = fold_head<Variant::use_softmax>(total.m[b][half], total.l[b][half], leaf.m[b][half], leaf.l[b][half]);
+        const Fold f =
+            fold_head<Variant::use_softmax>(total.m[b][half], total.l[b][half], leaf.m[b][half], leaf.l[b][half]);
         total.m[b][half] = f.m;
         total.l[b][half] = f.l;
 #pragma unroll
         for (int n = 0; n < kNO; ++n)
 #pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e) total.acc[b][n][e] = fold_acc(f, total.acc[b][n][e], leaf.acc[b][n][e]);
+          for (int e = 2 * half; e < 2 * half + 2; ++e)
+            total.acc[b][n][e] = fold_acc(f, total.acc[b][n][e], leaf.acc[b][n][e]);
       }
   }
 
@@ -469,7 +475,9 @@ class Attend {
     }
   }
 
-  __device__ __forceinline__ static bool real(int col) { return L::kDimVo == Config::head_dim_vo || col < Config::head_dim_vo; }
+  __device__ __forceinline__ static bool real(int col) {
+    return L::kDimVo == Config::head_dim_vo || col < Config::head_dim_vo;
+  }
   __device__ __forceinline__ int col_of(int n) const { return warp_ * L::kWarpCols + n * 8 + lane_ % 4 * 2; }
 
   const RunParams& p_;

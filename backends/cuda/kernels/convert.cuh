@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The stage between load and multiply: rewrites a tile of K or V in q's 16-bit type, with the key or value hook applied in float32.
-// It exists only for caches stored in another type and for variants that map keys or values.
+// The stage between load and multiply: rewrites a tile of K or V in q's 16-bit type, with the key or value hook applied
+// in float32. It exists only for caches stored in another type and for variants that map keys or values.
 #pragma once
 #include "rows.cuh"
 
@@ -51,8 +51,8 @@ __device__ __forceinline__ void convert_row(const char* raw, char* out, int lane
 
 // Both tiles of a stage. Every warp rewrites the rows that it loaded, so only the reader needs a barrier afterwards.
 template <class Config, class Variant>
-__device__ __forceinline__ void convert_tile(const RunParams& p, const ParamRef* params, int kv_head, int request, char* smem,
-                                             int stage, const Meta<Layout<Config, Variant>>& meta) {
+__device__ __forceinline__ void convert_tile(const RunParams& p, const ParamRef* params, int kv_head, int request,
+                                             char* smem, int stage, const Meta<Layout<Config, Variant>>& meta) {
   using L = Layout<Config, Variant>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const char* raw = smem + L::kOffsetStages + stage * L::kStageBytes;
@@ -70,9 +70,10 @@ __device__ __forceinline__ void convert_tile(const RunParams& p, const ParamRef*
     c.qo_len = p.plan->qo_lens[request];
     c.kv_len = kv_len_of(p, request);
     if constexpr (L::kConvertK) {
-      convert_row<Config::kv_type, Config::q_type, Config::head_dim, L::kDim, Variant::has_key ? Variant::key_pairing : PAIR_NONE,
-                  Variant::key_dim>(raw + key * L::kRawPitchK, smem + L::kOffsetK + key * L::kPitchK, lane, live,
-                                    [&](int d, float& x0, float& x1) { Variant::key(params, c, d, x0, x1); });
+      convert_row<Config::kv_type, Config::q_type, Config::head_dim, L::kDim,
+                  Variant::has_key ? Variant::key_pairing : PAIR_NONE, Variant::key_dim>(
+          raw + key * L::kRawPitchK, smem + L::kOffsetK + key * L::kPitchK, lane, live,
+          [&](int d, float& x0, float& x1) { Variant::key(params, c, d, x0, x1); });
     }
     if constexpr (L::kConvertV && !L::kVFromK) {
       convert_row<Config::kv_type, Config::q_type, Config::head_dim_vo, L::kDimVo,

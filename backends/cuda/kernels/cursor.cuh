@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which a CTA walks its work: items, KV heads of an item, passes over its rows, leaves, tiles. The loader runs a cursor of its own a few
-// tiles ahead of the compute loop, so that the pipeline stays full across leaves, heads and items.
+// The order in which a CTA walks its work: items, KV heads of an item, passes over its rows, leaves, tiles. The loader
+// runs a cursor of its own a few tiles ahead of the compute loop, so that the pipeline stays full across leaves, heads
+// and items.
 #pragma once
 #include "params.cuh"
 
@@ -27,7 +28,8 @@ struct KvList {
   }
 };
 
-// First tile of a leaf that holds a key at or past `from`: tiles start at multiples of the tile size from the leaf's start.
+// First tile of a leaf that holds a key at or past `from`: tiles start at multiples of the tile size from the leaf's
+// start.
 template <int kTile>
 __device__ __forceinline__ int first_tile(int leaf_start, int from) {
   return from <= leaf_start ? leaf_start : leaf_start + (from - leaf_start) / kTile * kTile;
@@ -42,7 +44,8 @@ __device__ __forceinline__ int passes_of(const WorkItem& item) {
 template <int kTile, int kRows, int kGroup>
 class TileCursor {
  public:
-  // Fields are read where they lie (the first-level cache holds them): copies would cost the compute loop sixty registers.
+  // Fields are read where they lie (the first-level cache holds them): copies would cost the compute loop sixty
+  // registers.
   const WorkItem* item;
   const PartDesc* part;
   KvList list;
@@ -59,7 +62,8 @@ class TileCursor {
         leaf_(0),
         stop_(0) {}
 
-  // To the next tile, at first to the first one; false: there is none. One place for every step, because all of it is inlined.
+  // To the next tile, at first to the first one; false: there is none. One place for every step, because all of it is
+  // inlined.
   __device__ __forceinline__ bool advance() {
     tile += kTile;
     if (tile < stop_) return true;

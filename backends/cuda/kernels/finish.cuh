@@ -13,7 +13,8 @@ struct FinishRow {
   float lse;
 };
 
-// Folds the learned sink in (a key without value; it enters once, here) and prepares the division. An empty set gives 0 and -inf.
+// Folds the learned sink in (a key without value; it enters once, here) and prepares the division. An empty set gives 0
+// and -inf.
 template <class Variant>
 __device__ __forceinline__ FinishRow finish_head(const ParamRef* params, const Ctx& c, float m, float l) {
   FinishRow row;
@@ -38,7 +39,7 @@ __device__ __forceinline__ FinishRow finish_head(const ParamRef* params, const C
 // One number of the output row.
 template <class Config, class Variant>
 __device__ __forceinline__ typename Bits<Config::out_type>::type finish_value(const ParamRef* params, const Ctx& c,
-                                                                             const FinishRow& row, int d, float acc) {
+                                                                              const FinishRow& row, int d, float acc) {
   float o = row.inverse == 0.0f ? 0.0f : __fmul_rn(acc, row.inverse);
   if constexpr (Variant::has_output) o = Variant::output(params, c, d, o);
   return from_float<Config::out_type>(o);
@@ -46,13 +47,15 @@ __device__ __forceinline__ typename Bits<Config::out_type>::type finish_value(co
 
 template <class Config>
 __device__ __forceinline__ char* out_address(const RunParams& p, int qo_row, int qo_head, int d) {
-  return p.out + (static_cast<long long>(qo_row) * p.out_stride_row + static_cast<long long>(qo_head) * p.out_stride_head + d) *
-                     kBytes<Config::out_type>;
+  return p.out +
+         (static_cast<long long>(qo_row) * p.out_stride_row + static_cast<long long>(qo_head) * p.out_stride_head + d) *
+             kBytes<Config::out_type>;
 }
 
 __device__ __forceinline__ void store_lse(const RunParams& p, int qo_row, int qo_head, float lse) {
   if (p.lse)
-    p.lse[static_cast<long long>(qo_row) * p.lse_stride_row + static_cast<long long>(qo_head) * p.lse_stride_head] = lse;
+    p.lse[static_cast<long long>(qo_row) * p.lse_stride_row + static_cast<long long>(qo_head) * p.lse_stride_head] =
+        lse;
 }
 
 }  // namespace attnrt

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Global to shared memory: one KV tile of any layout. Every key's address is computed on its own (slot -> page, token), so pages
-// of any size, single tokens and contiguous runs differ in nothing that follows; dead keys are filled with zeros, never read.
+// Global to shared memory: one KV tile of any layout. Every key's address is computed on its own (slot -> page, token),
+// so pages of any size, single tokens and contiguous runs differ in nothing that follows; dead keys are filled with
+// zeros, never read.
 #pragma once
 #include "layout.cuh"
 
@@ -17,7 +18,8 @@ __device__ __forceinline__ long long slot_offset(const PagedKv& kv, unsigned slo
 // Offset of a row that is not there. Real offsets may be negative: strides are signed.
 constexpr long long kNoRow = -0x7fffffffffffffffLL - 1;
 
-// Copies kRowsPerWarp rows of kRowBytes bytes in 16-byte pieces, row r from element offset `offset` of lane r (kNoRow: zeros).
+// Copies kRowsPerWarp rows of kRowBytes bytes in 16-byte pieces, row r from element offset `offset` of lane r (kNoRow:
+// zeros).
 template <int kRowsPerWarp, int kRowBytes, int kElementBytes, int kPitch>
 __device__ __forceinline__ void copy_vectors(const PagedKv& kv, char* dst, long long offset, int lane) {
   constexpr int kChunks = kRowBytes / 16 > 0 ? kRowBytes / 16 : 1;
@@ -35,9 +37,11 @@ __device__ __forceinline__ void copy_vectors(const PagedKv& kv, char* dst, long 
   }
 }
 
-// The same, number by number, for rows that 16-byte copies cannot reach. Compiled once for K and V: it is rare and slow anyway.
+// The same, number by number, for rows that 16-byte copies cannot reach. Compiled once for K and V: it is rare and slow
+// anyway.
 template <int kRowsPerWarp, int kElementBytes>
-__device__ __forceinline__ void copy_numbers(const PagedKv& kv, char* dst, int pitch, int elements, long long offset, int lane) {
+__device__ __forceinline__ void copy_numbers(const PagedKv& kv, char* dst, int pitch, int elements, long long offset,
+                                             int lane) {
   typedef typename Bits<kElementBytes == 1 ? Dtype::e4m3 : Dtype::f16>::type Element;
 #pragma unroll 1
   for (int row = 0; row < kRowsPerWarp; ++row) {
@@ -50,13 +54,14 @@ __device__ __forceinline__ void copy_numbers(const PagedKv& kv, char* dst, int p
   }
 }
 
-// Where lengths are known to the device alone: offset past which none of the item's requests has a key. Rows that end earlier
-// mask the rest themselves.
+// Where lengths are known to the device alone: offset past which none of the item's requests has a key. Rows that end
+// earlier mask the rest themselves.
 __device__ __forceinline__ int bound_limit(const RunParams& p, const WorkItem& item, const PartDesc& part) {
   if (!p.plan->bound_kv_lens) return 0x7fffffff;
   int limit = 0;
 #pragma unroll 1
-  for (int q = item.q_begin + threadIdx.x % 32; q < item.q_end; q += 32) limit = max(limit, kv_len_of(p, part.request[q]));
+  for (int q = item.q_begin + threadIdx.x % 32; q < item.q_end; q += 32)
+    limit = max(limit, kv_len_of(p, part.request[q]));
   return __reduce_max_sync(0xffffffffu, limit);
 }
 
@@ -114,7 +119,8 @@ __device__ __forceinline__ void load_tile(const RunParams& p, const Cursor<Confi
     char* dst = to + (which ? L::kRawBytesK : 0) + warp * L::kWarpKeys * pitch;
     const long long from = live ? slot_offset(kv, static_cast<unsigned>(slot), at.head) : kNoRow;
     if (!kv.vectors || (which ? kBytesV : kBytesK) % 16 != 0) {
-      copy_numbers<L::kWarpKeys, L::kKvBytes>(kv, dst, pitch, which ? Config::head_dim_vo : Config::head_dim, from, lane);
+      copy_numbers<L::kWarpKeys, L::kKvBytes>(kv, dst, pitch, which ? Config::head_dim_vo : Config::head_dim, from,
+                                              lane);
     } else if (kSameRows || which == 0) {
       copy_vectors<L::kWarpKeys, kBytesK, L::kKvBytes, L::kRawPitchK>(kv, dst, from, lane);
     } else if constexpr (!kSameRows) {

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention state (m, l, acc) and its fold: the one place where partial results meet, compiled into attend and merge alike.
+// The attention state (m, l, acc) and its fold: the one place where partial results meet, compiled into attend and
+// merge alike.
 //
-// m is the running maximum of base-2 logits (-inf: no key seen), l the sum of 2^(s - m), acc the unnormalised output, all float32.
-// Every operation is rounded on its own (__fmul_rn, __fadd_rn: the compiler may not contract them), so that a fold in registers
-// and a fold of stored states give the same bits. attnrt/fold.py is the normative form. Without a softmax states add.
+// m is the running maximum of base-2 logits (-inf: no key seen), l the sum of 2^(s - m), acc the unnormalised output,
+// all float32. Every operation is rounded on its own (__fmul_rn, __fadd_rn: the compiler may not contract them), so
+// that a fold in registers and a fold of stored states give the same bits. attnrt/fold.py is the normative form.
+// Without a softmax states add.
 #pragma once
 #include "ptx.cuh"
 

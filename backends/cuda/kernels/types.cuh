@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element types: how q, K, V and out are stored, and their exact conversions. Own code instead of the toolkit's fp16, bf16 and
-// fp8 headers: those of two toolkits clash under NVRTC, and a machine with only a driver and the NVRTC wheel has none.
+// Element types: how q, K, V and out are stored, and their exact conversions. Own code instead of the toolkit's fp16,
+// bf16 and fp8 headers: those of two toolkits clash under NVRTC, and a machine with only a driver and the NVRTC wheel
+// has none.
 #pragma once
 #include "ptx.cuh"
 
@@ -40,7 +41,8 @@ __device__ __forceinline__ float half_to_float(unsigned short x) {
   return r;
 }
 
-// Two fp8 numbers in the low 16 bits to two float16, exact (NaN kept); sm_89 has the instruction, older parts do it by parts.
+// Two fp8 numbers in the low 16 bits to two float16, exact (NaN kept); sm_89 has the instruction, older parts do it by
+// parts.
 template <Dtype T>
 __device__ __forceinline__ unsigned fp8x2_to_half2(unsigned short x) {
   unsigned r;
@@ -55,7 +57,8 @@ __device__ __forceinline__ unsigned fp8x2_to_half2(unsigned short x) {
   if constexpr (T == Dtype::e5m2) {
     r = wide << 8;  // e5m2 is the upper byte of a float16
   } else {
-    // e4m3 has three mantissa bits and bias 7: as a float16 pattern shifted by 7 it is the value times 2^-8, subnormals included.
+    // e4m3 has three mantissa bits and bias 7: as a float16 pattern shifted by 7 it is the value times 2^-8, subnormals
+    // included.
     const unsigned sign = (wide & 0x00800080u) << 8;
     const unsigned magnitude = (wide & 0x007f007fu) << 7;
     const unsigned scale = 0x5c005c00u;  // 256 in both lanes
@@ -104,7 +107,8 @@ __device__ __forceinline__ typename Bits<T>::type from_float(float x) {
     float a = fminf(fabsf(x), largest);
     constexpr float smallest_normal = T == Dtype::e4m3 ? 0.015625f : 6.103515625e-5f;
     if (a < smallest_normal) {
-      // Subnormal: adding 2^(23 - mantissa) times the smallest normal leaves the rounded integer in the low mantissa bits.
+      // Subnormal: adding 2^(23 - mantissa) times the smallest normal leaves the rounded integer in the low mantissa
+      // bits.
       constexpr float magic = smallest_normal * static_cast<float>(1 << (23 - mantissa));
       return static_cast<unsigned char>(sign | (__float_as_uint(__fadd_rn(a, magic)) - __float_as_uint(magic)));
     }

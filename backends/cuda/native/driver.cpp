@@ -315,8 +315,8 @@ int attnrt_cuda_launch(const attnrt_launch_t* launch, void* params, uint64_t str
   return use.result() ? use.result() : enqueue(*launch, launch->grid, params, stream);
 }
 
-int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse, float scale,
-                    uint64_t stream) {
+int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse,
+                    float scale, uint64_t stream) {
   Use use(run->launches[0].device);
   Result r = use.result();
   int capturing = 0;

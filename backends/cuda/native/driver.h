@@ -64,21 +64,22 @@ typedef struct {
 } attnrt_launch_t;
 int attnrt_cuda_launch(const attnrt_launch_t* launch, void* params, uint64_t stream);
 
-// A run whose arguments are packed and differ from call to call in addresses, scale and stream alone: the path that every layer
-// of every step pays for. `args` is the struct that all its kernels take; at_* are byte offsets of what is written into it.
+// A run whose arguments are packed and differ from call to call in addresses, scale and stream alone: the path that
+// every layer of every step pays for. `args` is the struct that all its kernels take; at_* are byte offsets of what is
+// written into it.
 enum { ATTNRT_MAX_LAUNCHES = 4 };
 typedef struct {
   attnrt_launch_t launches[ATTNRT_MAX_LAUNCHES];  // grids for a captured graph, which must serve every later plan
-  unsigned eager_grid[ATTNRT_MAX_LAUNCHES];        // grids outside of a capture; 0: not launched
+  unsigned eager_grid[ATTNRT_MAX_LAUNCHES];       // grids outside of a capture; 0: not launched
   int num_launches;
-  int forbid_capture;  // under capture launch nothing and return ATTNRT_CAPTURING
+  int forbid_capture;        // under capture launch nothing and return ATTNRT_CAPTURING
   int aligned_k, aligned_v;  // the strides allow 16-byte copies
   int at_q, at_k, at_v, at_out, at_lse, at_scale, at_vectors_k, at_vectors_v;
   char* args;
 } attnrt_run_t;
 enum { ATTNRT_CAPTURING = -2 };
-int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse, float scale,
-                    uint64_t stream);
+int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse,
+                    float scale, uint64_t stream);
 
 #ifdef __cplusplus
 }
