@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The query side of a tile: which rows it holds, what each may see, and Q itself in shared memory. Rows of a tile are
-// the item's queries times the query heads of one KV head (grouped-query packing): row r is query r / group, head r %
-// group. An item with more rows than the tile has is walked in passes, `first` being the row at which a pass starts.
+// The query side of a tile: which rows it holds, what each may see, and Q itself in shared memory. Rows of a tile are the item's
+// queries times the query heads of one KV head (grouped-query packing): row r is query r / group, head r % group. An item with more
+// rows than the tile has is walked in passes, `first` being the row at which a pass starts.
 #pragma once
 #include "attnrt_variant.h"
 #include "layout.cuh"
@@ -10,8 +10,7 @@ namespace attnrt {
 
 // What a hook may read about row r and its tile; the caller adds the key.
 template <class Config, class Variant>
-__device__ __forceinline__ Ctx row_ctx(const RunParams& p, const Meta<Layout<Config, Variant>>& meta, int r,
-                                       int kv_head) {
+__device__ __forceinline__ Ctx row_ctx(const RunParams& p, const Meta<Layout<Config, Variant>>& meta, int r, int kv_head) {
   Ctx c;
   c.request = meta.request[r];
   c.qo_pos = meta.qo_pos[r];
@@ -27,9 +26,8 @@ __device__ __forceinline__ Ctx row_ctx(const RunParams& p, const Meta<Layout<Con
 
 // Fills the row tables for one (item, KV head). Rows past the item's queries see nothing.
 template <class Config, class Variant>
-__device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* params, const WorkItem& item,
-                                          const PartDesc& part, int kv_head, int first,
-                                          Meta<Layout<Config, Variant>>& meta) {
+__device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* params, const WorkItem& item, const PartDesc& part,
+                                          int kv_head, int first, Meta<Layout<Config, Variant>>& meta) {
   using L = Layout<Config, Variant>;
   const int r = threadIdx.x;
   if (r < L::kRows) {
@@ -98,8 +96,7 @@ __device__ __forceinline__ void map_pairs(typename Bits<T>::type* row, int first
   }
 }
 
-// Q of the tile into shared memory, zeros in padded rows and columns; the query hook is applied in float32 and rounded
-// once.
+// Q of the tile into shared memory, zeros in padded rows and columns; the query hook is applied in float32 and rounded once.
 template <class Config, class Variant>
 __device__ __forceinline__ void load_q(const RunParams& p, const ParamRef* params, int kv_head, char* smem,
                                        const Meta<Layout<Config, Variant>>& meta) {
