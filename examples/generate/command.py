@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 # KV dtypes, and the gap between two logits below which --compare calls them a tie: rounding K and V to 8 bits moves logits
 # by a tenth, to 11 bits by a hundredth; float32 must agree to the token.
-# On a GPU q and the weights of the softmax are rounded like that too.
+# On a GPU q and the weights of the softmax are rounded like that too. Measured on an H200, 2026-11-29, built-in prompts, against
+# float32 on the CPU: float16 gives all 462 tokens alike; bfloat16 decides two of ten answers otherwise, both at their token 23,
+# where the two best logits of float32 are 0.007 and 0.001 apart.
 TIE_GAPS = {"float32": 0.0, "float16": 0.03, "bfloat16": 0.3}
 ARRAYS = ("auto", "numpy", "torch", "cupy")
 MISSING = (
