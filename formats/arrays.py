@@ -178,8 +178,12 @@ def lens_of(name: str, indptr: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def page_size_of(value: Any, name: str = "page_size") -> int:
-    """A page size as an int >= 1."""
-    return value if type(value) is int and value > 0 else checks.integer(value, name, low=1)
+    """A page size as an int >= 1 that int32 holds."""
+    return (
+        value
+        if type(value) is int and 0 < value <= INT_MAX
+        else checks.integer(value, name, low=1, high=INT_MAX)
+    )
 
 
 def _where(flags: np.ndarray) -> str:

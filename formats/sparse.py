@@ -11,6 +11,7 @@ import numpy as np
 from attnrt import checks
 from attnrt.errors import ArgumentError
 from attnrt.formats.arrays import (
+    INT_MAX,
     bound_array,
     flat_bound,
     frozen,
@@ -76,8 +77,8 @@ def bsr(
     R, C = _block_size(block_size)
     starts = host_ints("indptr", indptr)
     counts, _ = lens_of("indptr", starts)
-    rows, cols = len(counts), checks.integer(num_cols, "num_cols", low=0)
-    queries = rows * R if num_rows is None else checks.integer(num_rows, "num_rows", low=0)
+    rows, cols = len(counts), checks.integer(num_cols, "num_cols", low=0, high=INT_MAX)
+    queries = rows * R if num_rows is None else checks.integer(num_rows, "num_rows", low=0, high=INT_MAX)
     if -(-queries // R) != rows:
         raise ArgumentError("num_rows", f"must fill {rows} block rows of {R} queries", queries)
     columns = host_ints("indices", indices, length=starts.item(-1), of="indptr[-1]")

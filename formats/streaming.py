@@ -48,9 +48,9 @@ def streaming(
     BlockSparse
         One block row per ``tile`` queries, C = 1.
     """
-    sinks = checks.integer(sinks, "sinks", low=0)
-    recent = checks.integer(recent, "recent", low=1)
-    tile = checks.integer(tile, "tile", low=1)
+    sinks = checks.integer(sinks, "sinks", low=0, high=INT_MAX)
+    recent = checks.integer(recent, "recent", low=1, high=INT_MAX)
+    tile = checks.integer(tile, "tile", low=1, high=INT_MAX)
     checks.one_of(positions, "positions", ("logical", "cache"))
     if tile > 1 and positions == "cache":
         raise ArgumentError("tile", "must be 1 with positions in the cache: each query has its own", tile)

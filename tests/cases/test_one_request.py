@@ -138,7 +138,7 @@ def digests(backend, spec, own, stock, setting, device):
     mates = []
     for _ in range(setting.mates):
         extra, qo = int(rng.integers(0, 40)), int(rng.choice([0, 1, 1, 1, 2, 5, 30]))
-        if setting.form == "flat" or rng.random() < 0.2 and setting.form == "shared":
+        if setting.form == "flat" or (rng.random() < 0.2 and setting.form == "shared"):
             mates.append(part_of(stock, rng, qo, int(rng.integers(0, 150))))
         else:
             mates.append(part_of(stock, rng, qo, qo + extra, root, prefix))

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planted faults: each is one substitution in a copy of the sources, and a named test must turn red.
+
+    python tests/mutants.py [--only NAME ...] [--gpu] [--jobs N]
+
+A mutant that no test sees is a hole in the suite, and the script fails. Faults in headers of the CPU backend need no build: the
+copy compiles every variant on first use, from its own headers. Faults in CUDA kernels need a GPU (--gpu).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("attnrt", "formats", "scheduler", "variants", "backends", "examples", "tests", "docs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One fault.
+
+    Attributes
+    ----------
+    name : str
+    file : str
+        Below the root.
+    old, new : str
+        ``old`` must be in the file exactly once.
+    test : str
+        What must fail: pytest's arguments below tests/.
+    kind : {"python", "native", "cuda"}
+        "native": a header of the CPU backend.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    kind: str = "python"
+
+
+#: What makes a copy compile all variants from its own headers.
+NATIVE = (
+    ("backends/cpu/families.py", "\n_check_headers()\n", "\n"),
+    ("backends/cpu/prebuilt.py", "return _keys().get(variant.key)", "return None"),
+)
+
+PYTHON = (
+    Mutant(
+        name="window off by one",
+        file="variants/intervals.py",
+        old="end = sat_sub(CTX.qo_pos, distance) if is_left",
+        new="end = sat_sub(sat_sub(CTX.qo_pos, distance), 1) if is_left",
+        test="cases/test_variant.py -k c26_window_counts",
+    ),
+    Mutant(
+        name="causal is top-left",
+        file="formats/requests.py",
+        old="pos = iota(total) + np.repeat(kv_lens - indptr[1:], lens) if",
+        new="pos = iota(total) - np.repeat(indptr[:-1], lens) if",
+        test="cases/test_variant.py -k c47",
+    ),
+    Mutant(
+        name="fold in another order",
+        file="backends/reference/merge.py",
+        old="            for slot in slots[begin:end]\n            ]\n",
+        new="            for slot in slots[begin:end]\n            ][::-1]\n",
+        test="attnrt/test_mutants.py -k fold_in_another_order",
+    ),
+    Mutant(
+        name="fp8 without saturation",
+        file="backends/reference/views.py",
+        old='_FP8_MAX = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}',
+        new="_FP8_MAX: dict[str, float] = {}",
+        test="attnrt/test_append.py -k nearest_even_and_saturates",
+    ),
+    Mutant(
+        name="the last keys of a leaf are dropped",
+        file="backends/reference/attend.py",
+        old="            min(first + CHUNK, end),",
+        new="            min(first + CHUNK, end - 1),",
+        test="cases/test_kernel.py -k 'c04 and reference'",
+    ),
+    Mutant(
+        name="an unseen V is multiplied",
+        file="backends/reference/attend.py",
+        old="    terms[:, 1:][~visible] = 0.0",
+        new="    terms[:, 1:] += 0.0",
+        test="attnrt/test_mutants.py -k masked_by_multiplying",
+    ),
+    Mutant(
+        name="lse in base 2",
+        file="backends/reference/attend.py",
+        old="lse = np.where(empty, -np.inf, (m + np.log2(l)) * LN2)",
+        new="lse = np.where(empty, -np.inf, m + np.log2(l))",
+        test="cases/test_kernel.py -k 'c06 and reference'",
+    ),
+    Mutant(
+        name="a sink in every leaf",
+        file="backends/reference/attend.py",
+        old="    l = total[:, -1] if here.softmax else",
+        new="    sink = here.hooks.sink(ctx)\n    l = total[:, -1] + (0 if sink is None else any_seen) if here.softmax else",
+        test="cases/test_variant.py -k 'c69 and reference'",
+    ),
+    Mutant(
+        name="leaves end with a page",
+        file="backends/reference/attend.py",
+        old='        begin = max(item["kv_begin"], ruler.start(leaf))\n        end = min(item["kv_end"], ruler.start(leaf + 1))',
+        new=(
+            "        page = here.k.shape[1]\n"
+            '        begin = max(item["kv_begin"], ruler.start(leaf) // page * page)\n'
+            '        end = min(item["kv_end"], -(-ruler.start(leaf + 1) // page) * page)'
+        ),
+        test="attnrt/test_bitwise.py -k 'page_size and reference'",
+    ),
+    Mutant(
+        name="a row without keys is skipped",
+        file="backends/reference/attend.py",
+        old="        start = time.perf_counter_ns()\n",
+        new='        start = time.perf_counter_ns()\n        if item["kv_begin"] >= item["kv_end"]:\n            continue\n',
+        test="cases/test_kernel.py -k 'c03 and reference'",
+    ),
+    Mutant(
+        name="a prefix is cut inside a leaf",
+        file="scheduler/align.py",
+        old="    if not gaps and not any(_mixed(part, req_class) for part in parts):",
+        new="    if not any(_mixed(part, req_class) for part in parts):",
+        test="cases/test_one_request.py formats/test_run.py -k 'sha256 or forms_of_one_index'",
+    ),
+    Mutant(
+        name="K's strides for V",
+        file="attnrt/runtime.py",
+        old="else form.v.view(v, size, None),",
+        new="else form.k.view(v, size, None),",
+        test="cases/test_format.py -k c40",
+    ),
+    Mutant(
+        name="one part's strides for all in a merge",
+        file="attnrt/merge.py",
+        old="    parts = [x.numpy() for x in call.v]\n",
+        new=(
+            "    first = call.v[0].numpy().strides\n"
+            "    parts = [np.lib.stride_tricks.as_strided(x.numpy(), strides=first) for x in call.v]\n"
+        ),
+        test="cases/test_kernel.py -k c71",
+    ),
+    Mutant(
+        name="a mask that the variant does not name is ignored",
+        file="attnrt/runtime.py",
+        old="spec = with_mask(self.spec) if features.masked else self.spec",
+        new="spec = self.spec",
+        test="cases/test_plan.py -k 'c31 or c109'",
+    ),
+    Mutant(
+        name="limits may be passed by one",
+        file="attnrt/layout.py",
+        old="if given is not None and needed > given:",
+        new="if given is not None and needed > given + 1:",
+        test="cases/test_workspace.py -k c17",
+    ),
+    Mutant(
+        name="rows are not compared with the plan",
+        file="attnrt/operands.py",
+        old="        if self.q.shape[0] != needs.num_rows:",
+        new="        if self.q.shape[0] < 0:",
+        test="cases/test_plan.py -k c42",
+    ),
+    Mutant(
+        name="pairs of the other convention",
+        file="variants/rotary.py",
+        old='"interleaved" if interleaved else "half"',
+        new='"half" if interleaved else "interleaved"',
+        test="cases/test_variant.py -k 'c74 and reference'",
+    ),
+    Mutant(
+        name="headers are not in the key",
+        file="backends/cpu/jit.py",
+        old='" ".join(_options(family)), _headers_hash(), render(variant))',
+        new='" ".join(_options(family)), render(variant))',
+        test="cases/test_jit.py -k c44",
+    ),
+    Mutant(
+        name="slopes are one geometric series",
+        file="variants/linear_bias.py",
+        old="    lower = 1 << (int(num_heads).bit_length() - 1)\n",
+        new="    lower = int(num_heads)\n",
+        test="cases/test_variant.py -k 'c38 and reference'",
+    ),
+)
+
+HEADERS = "backends/cpu/include/attnrt_cpu/"
+NATIVE_MUTANTS = (
+    Mutant(
+        name="page offsets in 32 bits",
+        file=HEADERS + "resolve.h",
+        old="        tile.k[j + i] = page * call.k.stride_page + ",
+        new="        tile.k[j + i] = static_cast<int32_t>(page * call.k.stride_page) + ",
+        test="cases/test_kernel.py -k 'c19 and cpu'",
+        kind="native",
+    ),
+    Mutant(
+        name="states fold from the right",
+        file=HEADERS + "merge.h",
+        old="      const int64_t slot = call.plan.merge_slots[i];\n      if (i == row.slot_begin)",
+        new="      const int64_t slot = call.plan.merge_slots[row.slot_end - 1 - (i - row.slot_begin)];\n      if (i == row.slot_begin)",
+        test="backends/test_cpu_bits.py -k workers_and_schedulers",
+        kind="native",
+    ),
+    Mutant(
+        name="the last tile is dropped",
+        file=HEADERS + "attend.h",
+        old="    for (int64_t at = first; at < hi; at += kv_tile) {",
+        new="    for (int64_t at = first; at + kv_tile <= hi || at == first; at += kv_tile) {",
+        test="cases/test_kernel.py -k 'c09 and cpu'",
+        kind="native",
+    ),
+    Mutant(
+        name="dead rows of K are read",
+        file=HEADERS + "attend.h",
+        old="      k_row[j] = live ? k + ",
+        new="      k_row[j] = true ? k + ",
+        test="cases/test_kernel.py -k 'c02 and cpu'",
+        kind="native",
+    ),
+    Mutant(
+        name="lse keeps base 2",
+        file=HEADERS + "state.h",
+        old="static_cast<double>(m) * LN_2 + log(",
+        new="static_cast<double>(m) + log2(",
+        test="cases/test_kernel.py -k 'c06 and cpu'",
+        kind="native",
+    ),
+)
+
+KERNELS = "backends/cuda/kernels/"
+CUDA_MUTANTS = (
+    Mutant(
+        name="page offsets in 32 bits",
+        file=KERNELS + "loader.cuh",
+        old="return static_cast<long long>(page) * kv.stride_page +",
+        new="return static_cast<int>(page * kv.stride_page) +",
+        test="cases/test_kernel.py -k large_pools",
+        kind="cuda",
+    ),
+    Mutant(
+        name="an empty state is folded by weight",
+        file=KERNELS + "state.cuh",
+        old="  if (mb == neg_inf()) {",
+        new="  if (false) {",
+        test="cases/test_kernel.py -k 'c09 or c01'",
+        kind="cuda",
+    ),
+    Mutant(
+        name="states fold from the right",
+        file=KERNELS + "merge.cuh",
+        old="    for (int e = row.slot_begin; e < row.slot_end; ++e) fold(s, load(e, head));",
+        new="    for (int e = row.slot_end - 1; e >= row.slot_begin; --e) fold(s, load(e, head));",
+        test="cases/test_one_request.py -k gpu",
+        kind="cuda",
+    ),
+    Mutant(
+        name="tiles start at the item",
+        file=KERNELS + "cursor.cuh",
+        old="leaf_start + (from - leaf_start) / kTile * kTile;",
+        new="from;",
+        test="cases/test_one_request.py -k gpu",
+        kind="cuda",
+    ),
+    Mutant(
+        name="dead keys are loaded",
+        file=KERNELS + "loader.cuh",
+        old="bool live = offset >= at.item->kv_begin && offset < min(at.item->kv_end, ",
+        new="bool live = offset >= 0 && offset < max(at.item->kv_end, ",
+        test="cases/test_kernel.py -k c02",
+        kind="cuda",
+    ),
+    Mutant(
+        name="a window is one key too wide",
+        file=KERNELS + "rows.cuh",
+        old="        low = low == kDeadKey ? kDeadKey + 1 : low;",
+        new="        low = low <= kDeadKey + 1 ? kDeadKey + 1 : low - 1;",
+        test="cases/test_variant.py -k c26",
+        kind="cuda",
+    ),
+)
+MUTANTS = (*PYTHON, *NATIVE_MUTANTS, *CUDA_MUTANTS)
+
+
+def substitute(root: Path, file: str, old: str, new: str) -> None:
+    """Plant one substitution."""
+    path = root / file
+    text = path.read_text()
+    assert text.count(old) == 1, f"{file} has {text.count(old)} times: {old!r}"
+    path.write_text(text.replace(old, new))
+
+
+def copy_sources(target: Path) -> None:
+    """The sources and built libraries, links kept."""
+    for name in COPIED:
+        shutil.copytree(
+            ROOT / name,
+            target / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__", ".hypothesis"),
+        )
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, target / name)
+
+
+def run(mutant: Mutant) -> str | None:
+    """The test that went red; None: the mutant lives."""
+    import shlex
+
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        root = Path(folder)
+        copy_sources(root)
+        if mutant.kind == "native":
+            for change in NATIVE:
+                substitute(root, *change)
+        substitute(root, mutant.file, mutant.old, mutant.new)
+        arguments = [
+            a if a.startswith("-") or not a.endswith(".py") else f"tests/{a}"
+            for a in shlex.split(mutant.test)
+        ]
+        marks = ["-m", "gpu"] if mutant.kind == "cuda" else []
+        env = os.environ | {
+            "PYTHONPATH": str(root),
+            "ATTNRT_CACHE_DIR": str(root / "cache"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--tb=no",
+            *marks,
+            *arguments,
+        ]
+        done = subprocess.run(
+            command, cwd=root, env=env, capture_output=True, text=True, check=False, timeout=600
+        )
+    for line in done.stdout.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line.split(" ", 2)[1].removeprefix("tests/")
+    if done.returncode < 0:
+        return f"killed by signal {-done.returncode}"
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; 1 if a mutant lives."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=None, help="names of mutants")
+    parser.add_argument("--gpu", action="store_true", help="the CUDA mutants too")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args(arguments)
+    chosen = [
+        m
+        for m in MUTANTS
+        if (m.kind != "cuda" or options.gpu) and (not options.only or m.name in options.only)
+    ]
+    print("| fault | file | test that went red |\n|---|---|---|")
+    alive = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for mutant, red in zip(chosen, pool.map(run, chosen), strict=True):
+            alive += red is None
+            print(
+                f"| {mutant.name} | `{mutant.file}` | {'**none**' if red is None else f'`{red}`'} |",
+                flush=True,
+            )
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
