@@ -7,6 +7,7 @@ types than formats/base.py says.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,22 +17,20 @@ from attnrt.scheduler import plan_native
 from attnrt.scheduler.align import Aligned
 from attnrt.scheduler.base import Traits
 from attnrt.scheduler.plan_native import Facts, failure, point_at_queries, point_at_requests, structs
-from attnrt.scheduler.values import setters
+from attnrt.scheduler.values import twin
 
 __all__ = ["align_native"]
 
 _AS_THEY_ARE, _READABLE = 3, 4
 _INT32, _INT64, _UINT8 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint8)
-_empty, _ndarray, _new = np.empty, np.ndarray, object.__new__
-_SETTERS = setters(BlockSparse)
+_empty, _ndarray = np.empty, np.ndarray
+_OpenPart = twin(BlockSparse)
 
 ffi, lib = plan_native.ffi, plan_native.lib
 if lib is not None:
     _INTS, _LONGS, _BYTES = (ffi.typeof(f"{name}[]") for name in ("int32_t", "int64_t", "uint8_t"))
     _NULL, _buffer = ffi.NULL, ffi.from_buffer
-    _FIELDS = ffi.sizeof("attnrt_aligned_part") // 4
-    #: Columns of what C++ says of each part, by name.
-    _AT = {name: field.offset // 4 for name, field in ffi.typeof("attnrt_aligned_part").fields}
+    _FIELDS = ffi.sizeof("attnrt_aligned_part") // 4  # int32s, in the order in which they are unpacked below
 
 #: Features that bridges and narrowed parts have had, made once.
 _features: dict[Any, Features] = {}
@@ -90,138 +89,138 @@ def align_native(
 def _fill(out: Any, part: BlockSparse) -> Any:
     """Point a struct at all that alignment reads of a part; None if it cannot be read so."""
     indices, base, block_pos, mask = part.indices, part.kv_base, part.block_pos, part.mask
-    mask_offset, mask_begin = part.mask_offset, part.mask_begin
-    on_host = isinstance(indices, np.ndarray)
-    if (on_host and indices.dtype != _INT32) or (base is not None and base.dtype != _INT64):
-        return None
-    alive = [point_at_queries(out, part)]
-
-    def hold(kind: Any, array: Any) -> Any:
-        if array is None:
-            return _NULL
-        alive.append(_buffer(kind, array))
-        return alive[-1]
-
+    mask_offset, alive = part.mask_offset, point_at_queries(out, part)
     out.block = part.block_size[1]
-    out.bound = indices is not None and not on_host
-    out.indices = hold(_INTS, indices if on_host else None)
-    out.entries = len(indices) if on_host else 0 if block_pos is None else len(block_pos)
-    out.indptr = hold(_INTS, part.indptr)
-    out.kv_base, out.block_pos = hold(_LONGS, base), hold(_INTS, block_pos)
-    if mask is None:
-        out.has_mask, out.mask_offset = 0, hold(_LONGS, mask_offset)
-        return alive
-    if mask_offset is not None and mask_offset.dtype != _INT64:
+    out.indptr = a = _buffer(_INTS, part.indptr)
+    out.block_pos = b = _NULL if block_pos is None else _buffer(_INTS, block_pos)
+    out.bound, out.indices, out.kv_base, c = 0, _NULL, _NULL, None
+    if indices is None:
+        if base is None or base.dtype != _INT64:
+            return None
+        out.entries = 0 if block_pos is None else len(block_pos)
+        out.kv_base = c = _buffer(_LONGS, base)
+    elif isinstance(indices, np.ndarray):
+        if indices.dtype != _INT32:
+            return None
+        out.entries = len(indices)
+        out.indices = c = _buffer(_INTS, indices)
+    else:
+        out.bound = 1
+    if mask_offset is None:
+        out.mask_offset = d = _NULL
+    elif mask_offset.dtype != _INT64:
         return None
-    on_host = isinstance(mask, np.ndarray)
-    if on_host and mask.dtype != _UINT8:
-        return None
-    out.has_mask = 1 if on_host else 2
-    out.mask, out.mask_bytes = hold(_BYTES, mask if on_host else None), len(mask) if on_host else 0
-    out.mask_offset, out.mask_begin = hold(_LONGS, mask_offset), hold(_INTS, mask_begin)
-    return alive
+    else:
+        out.mask_offset = d = _buffer(_LONGS, mask_offset)
+    out.has_mask = 0
+    if mask is not None:
+        d = d, _point_at_mask(out, mask, part.mask_begin)
+        if not out.has_mask:
+            return None
+    return alive, a, b, c, d
 
 
-if lib is not None:
-    _SOURCE, _ROWS, _HEADS, _QUERIES = (_AT[n] for n in ("source", "rows", "heads", "queries"))
+def _point_at_mask(out: Any, mask: Any, mask_begin: Any) -> Any:
+    out.mask_begin = a = _NULL if mask_begin is None else _buffer(_INTS, mask_begin)
+    out.mask, out.mask_bytes = _NULL, 0
+    if not isinstance(mask, np.ndarray):
+        out.has_mask = 2
+        return a
+    b = None
+    if mask.dtype == _UINT8:
+        out.mask = b = _buffer(_BYTES, mask)
+        out.has_mask, out.mask_bytes = 1, len(mask)
+    return a, b
 
 
 def _limits(row: list[int], buffer: np.ndarray) -> Any:
-    lo, hi = row[_AT["limit_lo"]], row[_AT["limit_hi"]]
+    _, _, heads, queries = row[:4]
+    lo, hi = row[-2:]
     if lo < 0:
         return None
-    shape = row[_QUERIES], row[_HEADS]
+    shape = queries, heads
     return _ndarray(shape, _INT64, buffer, 4 * lo), _ndarray(shape, _INT64, buffer, 4 * hi)
 
 
-def _make(*values: Any) -> BlockSparse:
-    part = _new(BlockSparse)
-    for put, value in zip(_SETTERS, values, strict=True):
-        put(part, value)
-    return part
-
-
-def _narrowed(source: BlockSparse, row: list[int], buffer: np.ndarray) -> BlockSparse:
+def _narrowed(source: BlockSparse, row: list[int], buffer: np.ndarray) -> Any:
     """What is left of a part."""
-    (_, rows, heads, queries, _, _, _, _, _, _, qo_indptr, qo_index, request, qo_pos, begin, end) = row[:16]
-    lists, offset = rows * heads, row[_AT["mask_offset"]]
-    features = source.features
-    if not features.qo_index:
-        features = _features.get(features) or _remember(features)
-    return _make(
+    _, rows, heads, queries, _, _, _, _, _, _, qo_indptr, qo_index, request, qo_pos, begin, end = row[:16]
+    mask_offset = row[22]
+    part = _OpenPart()
+    part.block_size, part.heads, part.num_qo, part.requests = (
         source.block_size,
         heads,
         source.num_qo,
         source.requests,
-        buffer[qo_indptr : qo_indptr + rows + 1],
-        buffer[qo_index : qo_index + queries],
-        buffer[request : request + queries],
-        buffer[qo_pos : qo_pos + queries],
-        source.indptr,
-        source.indices,
-        source.kv_base,
-        source.kv_pos,
-        source.block_pos,
-        buffer[begin : begin + lists],
-        buffer[end : end + lists],
-        source.kv_offset,
-        source.mask,
-        None if offset < 0 else _ndarray((queries,), _INT64, buffer, 4 * offset),
-        source.mask_begin,
-        source.max_block,
-        features,
     )
+    part.qo_indptr = buffer[qo_indptr : qo_indptr + rows + 1]
+    part.qo_index = buffer[qo_index : qo_index + queries]
+    part.request = buffer[request : request + queries]
+    part.qo_pos = buffer[qo_pos : qo_pos + queries]
+    part.indptr, part.indices, part.kv_base = source.indptr, source.indices, source.kv_base
+    part.kv_pos, part.block_pos, part.kv_offset = source.kv_pos, source.block_pos, source.kv_offset
+    part.kv_begin = buffer[begin : begin + rows * heads]
+    part.kv_end = buffer[end : end + rows * heads]
+    part.mask, part.mask_begin, part.max_block = source.mask, source.mask_begin, source.max_block
+    part.mask_offset = None if mask_offset < 0 else _ndarray((queries,), _INT64, buffer, 4 * mask_offset)
+    features = source.features
+    part.features = features if features.qo_index else _features.get(features) or _remember(features)
+    part.__class__ = BlockSparse
+    return part
 
 
 def _remember(features: Features) -> Features:
-    from dataclasses import replace
-
     made = _features[features] = replace(features, qo_index=True)
     return made
 
 
-def _bridge(parts: tuple[BlockSparse, ...], row: list[int], buffer: np.ndarray) -> BlockSparse:
-    (_, rows, heads, queries, most, block, entries, max_block, mask_bytes, bound_mask) = row[:10]
-    (qo_indptr, qo_index, request, qo_pos, begin, end) = row[10:16]
-    (indptr, indices, kv_pos, block_pos, kv_offset, mask_at, mask_offset, mask_begin) = row[16:24]
+def _bridge(parts: tuple[BlockSparse, ...], row: list[int], buffer: np.ndarray) -> Any:
+    _, rows, heads, queries, most, block, entries, max_block, mask_bytes, bound_mask = row[:10]
+    qo_indptr, qo_index, request, qo_pos, begin, end = row[10:16]
+    indptr, indices, kv_pos, block_pos, kv_offset, mask, mask_offset, mask_begin = row[16:24]
     lists, first = rows * heads, parts[0]
-    mask = None
-    if mask_at >= 0:
-        mask = _ndarray((mask_bytes,), _UINT8, buffer, 4 * mask_at)
-    elif bound_mask >= 0:
-        mask = parts[bound_mask].mask
-    key = (heads > 1, mask_offset >= 0, kv_pos < 0, bound_mask >= 0, first.requests.bound_kv_lens is not None)
-    features = _features.get(key)
-    if features is None:
-        per_head, masked, positions, bound, bound_lens = key
-        features = _features[key] = Features(
-            per_head=per_head,
-            masked=masked,
-            block_pos=positions,
-            qo_index=True,
-            bound_mask=bound,
-            bound_kv_lens=bound_lens,
-        )
-    return _make(
+    part = _OpenPart()
+    part.block_size, part.heads, part.num_qo, part.requests = (
         (most, block),
         heads,
         first.num_qo,
         first.requests,
-        buffer[qo_indptr : qo_indptr + rows + 1],
-        buffer[qo_index : qo_index + queries],
-        buffer[request : request + queries],
-        buffer[qo_pos : qo_pos + queries],
-        buffer[indptr : indptr + lists + 1],
-        buffer[indices : indices + entries],
-        None,
-        None if kv_pos < 0 else buffer[kv_pos : kv_pos + rows],
-        None if block_pos < 0 else buffer[block_pos : block_pos + entries],
-        buffer[begin : begin + lists],
-        buffer[end : end + lists],
-        buffer[kv_offset : kv_offset + rows],
-        mask,
-        None if mask_offset < 0 else _ndarray((queries,), _INT64, buffer, 4 * mask_offset),
-        None if mask_begin < 0 else buffer[mask_begin : mask_begin + rows],
-        max_block,
-        features,
     )
+    part.qo_indptr = buffer[qo_indptr : qo_indptr + rows + 1]
+    part.qo_index = buffer[qo_index : qo_index + queries]
+    part.request = buffer[request : request + queries]
+    part.qo_pos = buffer[qo_pos : qo_pos + queries]
+    part.indptr = buffer[indptr : indptr + lists + 1]
+    part.indices = buffer[indices : indices + entries]
+    part.kv_base = None
+    part.kv_pos = None if kv_pos < 0 else buffer[kv_pos : kv_pos + rows]
+    part.block_pos = None if block_pos < 0 else buffer[block_pos : block_pos + entries]
+    part.kv_begin = buffer[begin : begin + lists]
+    part.kv_end = buffer[end : end + lists]
+    part.kv_offset = buffer[kv_offset : kv_offset + rows]
+    part.mask = part.mask_offset = part.mask_begin = None
+    if mask_offset >= 0:
+        on_host = bound_mask < 0
+        part.mask = _ndarray((mask_bytes,), _UINT8, buffer, 4 * mask) if on_host else parts[bound_mask].mask
+        part.mask_offset = _ndarray((queries,), _INT64, buffer, 4 * mask_offset)
+        part.mask_begin = buffer[mask_begin : mask_begin + rows]
+    part.max_block = max_block
+    key = (heads > 1, mask_offset >= 0, kv_pos < 0, bound_mask >= 0, first.requests.bound_kv_lens is not None)
+    part.features = _features.get(key) or _remember_bridge(*key)
+    part.__class__ = BlockSparse
+    return part
+
+
+def _remember_bridge(
+    per_head: bool, masked: bool, block_pos: bool, bound_mask: bool, bound_kv_lens: bool
+) -> Features:
+    key = (per_head, masked, block_pos, bound_mask, bound_kv_lens)
+    made = _features[key] = Features(
+        per_head=per_head,
+        masked=masked,
+        block_pos=block_pos,
+        qo_index=True,
+        bound_mask=bound_mask,
+        bound_kv_lens=bound_kv_lens,
+    )
+    return made

@@ -14,6 +14,7 @@ from attnrt.scheduler.base import Plan, Traits
 from attnrt.scheduler.plan_native import MODES, Facts, can_plan, plan_native
 from attnrt.scheduler.plan_python import plan_python
 from attnrt.scheduler.problem import Problem, classes_of
+from attnrt.scheduler.values import twin
 
 if TYPE_CHECKING:
     from attnrt.formats.base import Index
@@ -26,6 +27,7 @@ DETERMINISM = ("batch", "token", "run")
 
 _NO_LIMITS: tuple[Any, ...] = (None,)
 _facts: dict[int, Facts] = {}
+_OpenPlan = twin(Plan)
 
 
 def make_plan(
@@ -109,18 +111,12 @@ def make_plan(
             max_slots=slots,
         )
         work, merge, num_slots = plan_python(problem)
-    return Plan(
-        spec=spec,
-        index=index,
-        parts=parts,
-        traits=traits,
-        work=work,
-        merge=merge,
-        num_slots=num_slots,
-        num_rows=num_rows,
-        tree=tree,
-        deterministic=deterministic,
-    )
+    plan = _OpenPlan()
+    plan.spec, plan.index, plan.parts, plan.traits = spec, index, parts, traits
+    plan.work, plan.merge, plan.num_slots, plan.num_rows = work, merge, num_slots, num_rows
+    plan.tree, plan.deterministic = tree, deterministic
+    plan.__class__ = Plan
+    return plan
 
 
 def _new_facts(spec: AttentionSpec) -> Facts:

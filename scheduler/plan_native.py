@@ -16,7 +16,7 @@ import numpy as np
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS, MergeList, Traits, WorkList
 from attnrt.scheduler.problem import FAR, visible_range
-from attnrt.scheduler.values import setters
+from attnrt.scheduler.values import twin
 
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse
@@ -81,9 +81,7 @@ _NO_MERGES = MergeList(
 for _array in (_NO_MERGES.rows, _NO_MERGES.slots, _NO_MERGES.leaves):
     _array.setflags(write=False)
 _local = threading.local()
-_new = object.__new__
-_set_items, _set_worker_indptr = setters(WorkList)
-_set_rows, _set_slots, _set_leaves = setters(MergeList)
+_OpenWork, _OpenMerge = twin(WorkList), twin(MergeList)
 _traits: dict[int, tuple[Traits, Any]] = {}
 
 
@@ -274,13 +272,13 @@ def _take(counts: Any, num_workers: int) -> tuple[WorkList, MergeList, int]:
     d = c + entries
     buffer = _empty(d + entries, _INT32)
     lib.attnrt_take(_buffer(_INTS, buffer))
-    work = _new(WorkList)
-    _set_items(work, _ndarray((items, _NW), _INT32, buffer))
-    _set_worker_indptr(work, buffer[a:b])
+    work = _OpenWork()
+    work.items, work.worker_indptr = _ndarray((items, _NW), _INT32, buffer), buffer[a:b]
+    work.__class__ = WorkList
     if not merges:
         return work, _NO_MERGES, counts.slots
-    merge = _new(MergeList)
-    _set_rows(merge, _ndarray((merges, _NM), _INT32, buffer, 4 * b))
-    _set_slots(merge, buffer[c:d])
-    _set_leaves(merge, buffer[d:])
+    merge = _OpenMerge()
+    merge.rows, merge.slots = _ndarray((merges, _NM), _INT32, buffer, 4 * b), buffer[c:d]
+    merge.leaves = buffer[d:]
+    merge.__class__ = MergeList
     return work, merge, counts.slots

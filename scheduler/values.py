@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen, slotted values made on the hot path.
 
-The ``__init__`` of a frozen dataclass goes through ``object.__setattr__`` for every field, which costs more than all else
-that making a plan asks of Python. Its slots' own setters do the same without the detour. For values whose arrays this
-package has just made; whatever a user passes goes through ``__init__``.
+The ``__init__`` of a frozen dataclass goes through ``object.__setattr__`` field by field, which for the values of one plan
+costs more than all else that planning asks of Python. A twin has the same slots and is not frozen: fill in every field, then
+make it the frozen class by setting ``__class__``, which Python allows between classes of one layout. Only for values that this
+package has just made; what a user passes goes through ``__init__``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-__all__ = ["getters", "setters"]
+__all__ = ["twin"]
 
 
-def setters(cls: type) -> tuple[Callable[[Any, Any], None], ...]:
-    """Of each field, in order: ``set(value, x)``. Every one must be called on a value from ``object.__new__``."""
-    return tuple(cls.__dict__[field.name].__set__ for field in fields(cls))
-
-
-def getters(cls: type) -> tuple[Callable[[Any], Any], ...]:
-    """Of each field, in order: ``get(value)``."""
-    return tuple(cls.__dict__[field.name].__get__ for field in fields(cls))
+def twin(cls: type) -> Any:
+    """An open class with the slots of a frozen, slotted dataclass without bases."""
+    return type(f"Open{cls.__name__}", (), {"__slots__": tuple(field.name for field in fields(cls))})

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -71,7 +72,8 @@ class Bridges {
   bool keep_bound_mask(const Lists& lists, Bridge& b, int32_t part, Arrays& out) const;
 
   std::vector<Piece> pieces_;
-  std::vector<int32_t> size_;  // [groups] 0: no bridge
+  std::vector<int32_t> size_;   // [groups] 0: no bridge
+  std::vector<int32_t> sizes_;  // all of them, largest first
   std::vector<int64_t> list_at_, offset_;
   std::vector<int32_t> begin_, end_;
 };
@@ -83,11 +85,11 @@ inline int64_t position(const attnrt_part& source, const Piece& piece, int64_t j
 
 inline bool Bridges::plan(const Lists& lists, size_t gap, Arrays& out) {
   if (!find_pieces(lists, gap)) return false;
-  std::vector<int32_t> sizes;
+  sizes_.clear();
   for (const int32_t size : size_)
-    if (size && std::find(sizes.begin(), sizes.end(), size) == sizes.end()) sizes.push_back(size);
-  std::sort(sizes.rbegin(), sizes.rend());
-  for (const int32_t size : sizes)
+    if (size && std::find(sizes_.begin(), sizes_.end(), size) == sizes_.end()) sizes_.push_back(size);
+  std::sort(sizes_.rbegin(), sizes_.rend());
+  for (const int32_t size : sizes_)
     if (!make(lists, size, out)) return false;
   return true;
 }
@@ -139,11 +141,13 @@ inline bool Bridges::make(const Lists& lists, int32_t size, Arrays& out) {
   Bridge& b = all[count++];
   b.size = size;
   b.pieces.clear(), b.pads.clear(), b.groups.clear();
-  for (const Piece& piece : pieces_) {
-    if (size_[size_t(piece.group)] != size) continue;
-    if (b.groups.empty() || b.groups.back() != piece.group) b.groups.push_back(piece.group);
-    b.pieces.push_back(piece);
-  }
+  for (int32_t g = 0; g < lists.groups; ++g)
+    if (size_[size_t(g)] == size) b.groups.push_back(g);
+  if (sizes_.size() == 1)
+    b.pieces.swap(pieces_);
+  else
+    std::copy_if(pieces_.begin(), pieces_.end(), std::back_inserter(b.pieces),
+                 [&](const Piece& piece) { return size_[size_t(piece.group)] == size; });
   b.made = {};
   b.made.source = -1, b.made.heads = lists.units, b.made.block = size, b.made.rows = int32_t(b.groups.size());
   b.made.bound_mask = b.made.indices = b.made.block_pos = b.made.kv_pos = b.made.mask = -1;
@@ -232,11 +236,12 @@ inline void Bridges::find_positions(const Lists& lists, Bridge& b, const std::ve
 inline void Bridges::queries(const Lists& lists, Bridge& b, Arrays& out) const {
   const size_t P = size_t(lists.parts);
   b.made.qo_indptr = out.here();
-  out.ints.push_back(0);
-  int32_t total = 0;
+  out.ints.resize(out.ints.size() + b.groups.size() + 1);
+  int32_t* end = out.ints.data() + b.made.qo_indptr;
+  int32_t total = *end = 0;
   for (const int32_t g : b.groups) {
     const int32_t n = lists.begin[size_t(g) + 1] - lists.begin[size_t(g)];
-    out.ints.push_back(total += n);
+    *++end = total += n;
     b.made.most_queries = std::max(b.made.most_queries, n);
   }
   b.made.queries = total;
@@ -244,7 +249,7 @@ inline void Bridges::queries(const Lists& lists, Bridge& b, Arrays& out) const {
   b.made.request = b.made.qo_index + total;
   b.made.qo_pos = b.made.request + total;
   out.ints.resize(out.ints.size() + 3 * size_t(total));
-  int32_t* to = &out.ints[size_t(b.made.qo_index)];
+  int32_t* to = out.ints.data() + b.made.qo_index;
   for (const int32_t g : b.groups) {
     int p = lists.parts - 1;
     while (lists.row[size_t(g) * P + size_t(p)] < 0) --p;
@@ -281,11 +286,13 @@ inline bool Bridges::mask(const Lists& lists, Bridge& b, Arrays& out) const {
   }
   b.made.mask_offset = out.here_long();
   b.made.mask_begin = out.here();
+  out.longs.resize(out.longs.size() + size_t(b.made.queries));
+  int64_t* to = out.longs.data() + b.made.mask_offset;
   for (k = 0; k < b.groups.size(); ++k) {
     const size_t g = size_t(b.groups[k]);
     out.ints.push_back(int32_t(b.keys[k].lo));
     for (int32_t i = lists.begin[g]; i < lists.begin[g + 1]; ++i) {
-      out.longs.push_back(b.mask_bits);
+      *to++ = b.mask_bits;
       b.mask_bits += b.keys[k].hi - b.keys[k].lo;
     }
   }
@@ -357,9 +364,14 @@ inline bool Bridges::write(const Lists& lists, Bridge& b, int32_t* ids, int32_t*
         t += n;
       }
     }
-    if (!b.affine)
+    if (b.affine) continue;
+    if (source.block_pos) {
       for (int64_t t = 0; t < piece.count; ++t)
         pos[piece.to + t] = int32_t(position(source, piece, (piece.begin + t) * b.size));
+    } else {
+      const uint32_t start = uint32_t(source.kv_pos[piece.row] + j);
+      for (int64_t t = 0; t < piece.count; ++t) pos[piece.to + t] = int32_t(start + uint32_t(t) * uint32_t(b.size));
+    }
   }
   for (const Pad& pad : b.pads) {
     std::fill_n(ids + pad.at, pad.count, -1);

@@ -45,22 +45,26 @@ inline attnrt_aligned_part Narrow::part(const Lists& lists, int p, Arrays& out) 
   };
   const auto row_of = [&](int32_t q) { return source.qo_index ? source.qo_index[q] : q; };
   const auto group_at = [&](int32_t q) { return lists.group_of[size_t(row_of(q))]; };
-  keep_.clear();
-  group_.clear();
-  rows_.clear();
+  const size_t most = size_t(source.num_queries);
+  keep_.resize(most);  // the first n count, as in the two beside it
+  group_.resize(most);
+  rows_.resize(most);
+  size_t n = 0;
   ends_.assign(size_t(source.num_rows) * H, {kNone, -kNone});
   attnrt_aligned_part made = {};
   made.source = p, made.rows = source.num_rows, made.heads = source.heads;
   made.qo_indptr = out.here();
-  out.ints.push_back(0);
+  out.ints.resize(out.ints.size() + size_t(source.num_rows) + 1);
+  int32_t* indptr = out.ints.data() + made.qo_indptr;
+  indptr[0] = 0;
   for (int32_t r = 0; r < source.num_rows; ++r) {
-    const size_t start = keep_.size();
+    const size_t start = n;
     bool sorted = true;
     int32_t last = -1;
     for (int32_t q = source.qo_indptr[r]; q < source.qo_indptr[r + 1]; ++q) {
       const int32_t g = group_at(q);
       if (!lists.stays[size_t(g) * P + size_t(p)] || lists.place[size_t(row_of(q)) * P + size_t(p)] != q) continue;
-      keep_.push_back(q);
+      keep_[n] = q, group_[n] = g, rows_[n++] = r;
       if (g == last) continue;
       sorted = sorted && !(last >= 0 && before(g, last));
       last = g;
@@ -70,17 +74,16 @@ inline attnrt_aligned_part Narrow::part(const Lists& lists, int p, Arrays& out) 
         ends = {std::min(ends.lo, left(g)[h].lo), std::max(ends.hi, left(g)[h].hi)};
       }
     }
-    if (!sorted)
-      std::stable_sort(keep_.begin() + std::ptrdiff_t(start), keep_.end(),
+    if (!sorted) {
+      std::stable_sort(keep_.begin() + std::ptrdiff_t(start), keep_.begin() + std::ptrdiff_t(n),
                        [&](int32_t a, int32_t b) { return before(group_at(a), group_at(b)); });
-    rows_.resize(keep_.size(), r);
-    out.ints.push_back(int32_t(keep_.size()));
+      for (size_t i = start; i < n; ++i) group_[i] = group_at(keep_[i]);
+    }
+    indptr[r + 1] = int32_t(n);
   }
-  const size_t n = keep_.size();
   made.queries = int32_t(n);
   bool same = true;
   for (size_t i = 0; i < n; ++i) {
-    group_.push_back(group_at(keep_[i]));
     if (i && group_[i] == group_[i - 1] && rows_[i] == rows_[i - 1]) continue;
     const Range *mine = left(group_[i]), *ends = &ends_[size_t(rows_[i]) * H];
     for (size_t h = 0; h < H; ++h) same = same && mine[h].lo == ends[h].lo && mine[h].hi == ends[h].hi;
@@ -91,7 +94,7 @@ inline attnrt_aligned_part Narrow::part(const Lists& lists, int p, Arrays& out) 
   made.kv_begin = made.qo_pos + int32_t(n);
   made.kv_end = made.kv_begin + int32_t(ends_.size());
   out.ints.resize(out.ints.size() + 3 * n + 2 * ends_.size());
-  int32_t* to = &out.ints[size_t(made.qo_index)];
+  int32_t* to = out.ints.data() + made.qo_index;
   for (size_t i = 0; i < n; ++i) {
     const int32_t q = keep_[i];
     to[i] = row_of(q), to[n + i] = source.request[q], to[2 * n + i] = source.qo_pos[q];
@@ -106,15 +109,13 @@ inline attnrt_aligned_part Narrow::part(const Lists& lists, int p, Arrays& out) 
   made.mask_offset = made.limit_lo = made.limit_hi = -1;
   if (source.mask_offset) {
     made.mask_offset = out.here_long();
-    for (const int32_t q : keep_) out.longs.push_back(source.mask_offset[q]);
+    for (size_t i = 0; i < n; ++i) out.longs.push_back(source.mask_offset[keep_[i]]);
   }
   if (!same) {
     made.limit_lo = out.here_long();
-    for (const int32_t g : group_)
-      for (size_t h = 0; h < H; ++h) out.longs.push_back(left(g)[h].lo);
+    for (size_t i = 0; i < n * H; ++i) out.longs.push_back(left(group_[i / H])[i % H].lo);
     made.limit_hi = out.here_long();
-    for (const int32_t g : group_)
-      for (size_t h = 0; h < H; ++h) out.longs.push_back(left(g)[h].hi);
+    for (size_t i = 0; i < n * H; ++i) out.longs.push_back(left(group_[i / H])[i % H].hi);
   }
   made.bound_mask = made.indptr = made.indices = made.kv_pos = made.block_pos = made.kv_offset = -1;
   made.mask = made.mask_begin = -1;

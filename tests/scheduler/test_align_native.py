@@ -69,7 +69,8 @@ def compare_plans(spec, index, traits, **more):
     finally:
         plan_module.align_native = kept
     assert got.digest == want.digest
-    verify_plan(got)
+    if index.num_qo < 64:  # more would take many seconds, and equal plans are as right as the readable form's
+        verify_plan(got)
     return got
 
 
@@ -160,9 +161,10 @@ def test_shared_prefixes(count, prefix):
 
 @pytest.mark.parametrize("page_size", [1, 16, 48])
 @pytest.mark.parametrize("sharing", [False, True])
-def test_draft_trees(page_size, sharing):
+@pytest.mark.parametrize("count", [5, 64])
+def test_draft_trees(page_size, sharing, count):
     rng = np.random.default_rng(page_size)
-    count, drafts = 64, 8
+    drafts = 8
     kv_lens = rng.integers(1024, 2049, count).astype(np.int32)
     pages = -(-kv_lens // page_size)
     kv_indptr = np.concatenate(([0], np.cumsum(pages))).astype(np.int32)
