@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnrt.arguments import param_of
 from attnrt.backends.base import AppendCall, PagedView
 from attnrt.errors import ArgumentError, PlanError, UnsupportedError
 from attnrt.operands import Pool, as_view, check_last, read_pool, split_kv
@@ -219,7 +220,7 @@ def _scales(runtime: Runtime, params: dict[str, Any]) -> tuple[Any, Any]:
             )
     if not known.intersection(SCALES):
         return None, None
-    values = {name: runtime.param(name, value) for name, value in params.items()}
+    values = {name: param_of(runtime.device, name, value) for name, value in params.items()}
     spec = runtime.spec
     table = spec.composed.bind(values, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads)
     return table.host.get("k_scale"), table.host.get("v_scale")

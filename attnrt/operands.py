@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from attnrt.backends.base import PagedView
 from attnrt.device import Device
 from attnrt.dtypes import Dtype, as_dtype
-from attnrt.errors import ArgumentError, DtypeError, PlanError
+from attnrt.errors import ArgumentError, AttnrtError, DtypeError, PlanError
 from attnrt.reading import compact_strides
-from attnrt.tensor import TensorView, native
+from attnrt.tensor import TensorView, native, view
 
 if TYPE_CHECKING:
     from attnrt.scheduler.base import Plan
     from attnrt.spec import AttentionSpec
 
-__all__ = ["Form", "Needs", "Pool", "Rules", "as_view", "read_form", "split_kv"]
+__all__ = ["Form", "Needs", "Pool", "Rules", "as_view", "read_form", "slow_signature", "split_kv"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,3 +273,19 @@ def read_pool(spec: AttentionSpec, view: TensorView, label: str, dim: int) -> Po
     if len(shape) == 3:
         return Pool(shape[0], 0, 0, strides[0], strides[1], dtype)
     return Pool(shape[0], shape[token_axis], strides[0], strides[token_axis], strides[head_axis], dtype)
+
+
+def slow_signature(
+    rules: Rules, arrays: tuple[Any, ...]
+) -> tuple[tuple[Any, tuple[int, ...]], tuple[Any, ...]]:
+    """What ``signature`` says, for any array that can be read at all."""
+    try:
+        views = tuple(None if x is None else view(x) for x in arrays)
+    except AttnrtError:
+        read_form(rules, *arrays)  # says the same, naming the argument
+        raise
+    key = tuple(
+        None if x is None else (x.shape, x.strides, x.dtype, x.device, x.framework, x.readonly, x.immutable)
+        for x in views
+    )
+    return (key, tuple(0 if x is None else x.ptr for x in views)), views

@@ -7,19 +7,19 @@ The path of a run is straight-line code, because it is paid by every layer of ev
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnrt.arguments import check_capture, param_of, placer, scale_of
 from attnrt.backends.base import Call
-from attnrt.device import CPU, Device
+from attnrt.device import Device
 from attnrt.dispatch import features_of_plan, require, with_mask
-from attnrt.errors import ArgumentError, AttnrtError, CaptureError, DtypeError, PlanError, UnsupportedError
+from attnrt.errors import ArgumentError, CaptureError, PlanError, UnsupportedError
 from attnrt.formats.base import Features
 from attnrt.loading import Uploads
-from attnrt.operands import Form, Needs, Rules, at, read_form, split_kv
+from attnrt.operands import Form, Needs, Rules, at, read_form, slow_signature, split_kv
 from attnrt.repeat import NOT_YET, Quick, remember, run_again
 from attnrt.results import empty_like_caller, to_caller
 from attnrt.tensor import TensorView, signature, view
@@ -227,15 +227,17 @@ class Runtime:
                 "lse", "must not be asked of a softmax-free variant", None, "Its partial results add"
             )
         k, v = split_kv(spec, kv)
-        scale = spec.sm_scale if sm_scale is None else _scale(sm_scale)
+        scale = spec.sm_scale if sm_scale is None else scale_of(sm_scale)
         form, ptrs, owners = self._form(q, k, v, out, lse)
         if form.epoch != self.epoch:
             form.check(self.needs)
             form.epoch = self.epoch
-        table = self._defaults if not params and self._defaults is not None else self._bind(params)
         handle = 0 if self.host and stream is None else self.ops.stream(stream, form.q)
-        if not self.host and self.ops.capturing(handle):
-            self._check_capture(out, lse, return_lse)
+        capturing = not self.host and self.ops.capturing(handle)
+        if capturing:
+            check_capture(self.workspace.limits, out, lse, return_lse)
+        defaults = self._defaults if not params else None
+        table = self._bind(params, capturing) if defaults is None else defaults
         out_ptr, lse_ptr = ptrs[3], ptrs[4]
         if out is None:
             shape = (form.q.shape[0], spec.num_qo_heads, spec.head_dim_vo)
@@ -282,7 +284,7 @@ class Runtime:
         arrays = (q, k, v, out, lse)
         found: Any = signature(*arrays)
         if found is None:  # some array is not plainly readable, or is a view already
-            found, arrays = self._slow_signature(arrays)
+            found, arrays = slow_signature(self.rules, arrays)
         key, ptrs = found
         self._key = key if type(key) is bytes else None
         known = self._forms.get(key)
@@ -292,21 +294,6 @@ class Runtime:
                 self._forms.clear()
             self._forms[key] = known
         return known, ptrs, arrays
-
-    def _slow_signature(self, arrays: tuple[Any, ...]) -> tuple[tuple[Any, tuple[int, ...]], tuple[Any, ...]]:
-        """What ``signature`` says, for any array that can be read at all."""
-        try:
-            views = tuple(None if x is None else view(x) for x in arrays)
-        except AttnrtError:
-            read_form(self.rules, *arrays)  # says the same, naming the argument
-            raise
-        key = tuple(
-            None
-            if x is None
-            else (x.shape, x.strides, x.dtype, x.device, x.framework, x.readonly, x.immutable)
-            for x in views
-        )
-        return (key, tuple(0 if x is None else x.ptr for x in views)), views
 
     def _launch(self, call: Call, again: bool) -> None:
         """Enqueue; ``again``: later calls of this form need not come this way (repeat.py)."""
@@ -331,35 +318,21 @@ class Runtime:
         if again and self._key is not None:
             remember(self, self._key, self._forms[self._key], call, repeat, REMEMBER)
 
-    def _bind(self, params: dict[str, Any]) -> Any:
+    def _bind(self, params: dict[str, Any], capturing: bool = False) -> Any:
         """The variant's parameter table; the defaults' table is kept."""
         spec = self.spec
         composed = spec.variant
         wider = composed.widened_by(params)
         if wider:
             raise PlanError(wider[0], "must not let a query see more than the plan does", params[wider[0]])
-        values = {name: self.param(name, value) for name, value in params.items()}
-        place = getattr(self.kernel, "place", None)
+        values = {name: param_of(self.device, name, value) for name, value in params.items()}
+        place = placer(self.kernel, capturing)
         table = composed.bind(
             values, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads, place=place
         )
         if not params:
             self._defaults = table
         return table
-
-    def param(self, name: str, value: Any) -> Any:
-        """A run argument as the variant's table takes it: numbers and host arrays as they are, others read once."""
-        if value is None or isinstance(value, (int, float, list, tuple, np.ndarray, np.generic)):
-            return value
-        try:
-            found = TensorView(value)
-        except (ArgumentError, DtypeError) as error:
-            raise type(error)(name, error.rule, error.got, error.hint) from error
-        if found.device is CPU:
-            return found.numpy()
-        if found.device != self.device:
-            raise ArgumentError(name, f"must be on {self.device} or on the host", str(found.device))
-        return found
 
     # ------------------------------------------------------------------------------------------- append
 
@@ -410,25 +383,6 @@ class Runtime:
             hint = "append(slots=) of a device array, without rope, is captured"
             raise CaptureError("arrays of the host", "must not be copied inside a capture", None, hint)
         return self._uploads.bring(array, stream, place)
-
-    def _check_capture(self, out: Any, lse: Any, return_lse: bool) -> None:
-        if self.workspace.limits is None:
-            raise CaptureError(
-                "limits", "must be given for graph capture", None, "Attention(..., limits=attnrt.Limits(...))"
-            )
-        if out is None:
-            raise CaptureError("out", "must be given inside a capture", None, "run() may not allocate there")
-        if return_lse and lse is None:
-            raise CaptureError("lse", "must be given inside a capture", None, "run() may not allocate there")
-
-
-def _scale(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise DtypeError("sm_scale", "must be a number", type(value).__name__)
-    number = float(value)
-    if not math.isfinite(number):
-        raise ArgumentError("sm_scale", "must be finite", number)
-    return number
 
 
 def _busy(what: str) -> PlanError:

@@ -85,7 +85,9 @@ def fetch(key: str, suffix: str, label: str, build: Callable[[Path], None]) -> P
             with open(folder / (key + ".lock"), "w") as handle:
                 fcntl.flock(handle, fcntl.LOCK_EX)
                 if not _sound(path):  # another process may have built it while we waited
-                    for left in folder.glob(path.name + ".*.tmp*"):  # by builders that were killed: we hold the lock
+                    for left in folder.glob(
+                        path.name + ".*.tmp*"
+                    ):  # by builders that were killed: we hold the lock
                         left.unlink(missing_ok=True)
                     _publish(path, build)
         except (OSError, CompileError) as error:

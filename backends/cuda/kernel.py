@@ -69,6 +69,10 @@ class DriverModule:
         return self._entries[name]
 
 
+def _contents(name: str, array: np.ndarray) -> tuple[str, str, tuple[int, ...], bytes]:
+    return name, array.dtype.str, array.shape, array.tobytes()
+
+
 class Repeat:
     """A run that comes again with other addresses: its arguments lie packed, the shim writes what differs and launches.
 
@@ -173,15 +177,18 @@ class CudaKernel:
 
     def place(self, name: str, array: np.ndarray) -> TensorView:
         """A parameter's host array on the device; equal arrays are copied once, so that a captured run finds them there."""
-        key = (name, array.dtype.str, array.shape, array.tobytes())
-        found = self._placed.get(key)
+        found = self.placed(name, array)
         if found is None:
             ops = ops_of(self.device)
             address, owner = ops.allocate(array.nbytes)
             ops.copy(address, array, array.nbytes, 0)
             found = make_view(address, array.shape, array.dtype.name, self.device, owner=owner)
-            self._placed[key] = found
+            self._placed[_contents(name, array)] = found
         return found
+
+    def placed(self, name: str, array: np.ndarray) -> TensorView | None:
+        """The device's copy of an array that has been placed."""
+        return self._placed.get(_contents(name, array))
 
     def append(self, call: AppendCall) -> None:
         """Store new rows of K and V."""

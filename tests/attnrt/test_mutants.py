@@ -226,8 +226,8 @@ def forms_never_compared_again(patch):
 def arguments_that_stay(patch):
     real = Runtime._bind
 
-    def bind(self, params):
-        self._defaults = real(self, params)
+    def bind(self, params, *rest):
+        self._defaults = real(self, params, *rest)
         return self._defaults
 
     patch(Runtime, "_bind", bind)

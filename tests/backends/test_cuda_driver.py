@@ -202,3 +202,26 @@ for _ in range(2):
 attn.copy_pages(kv, [1, 2], [3, 4])
 assert kinds().count("launch") == 2
 """)
+
+
+def test_parameters_under_capture(fake):
+    """Arrays that an eager run has brought to the device are found there; a new one is refused, nothing is copied."""
+    fake("""
+import pytest
+s = spec(variant=(at.variants.causal(), at.variants.alibi()))
+attn = at.Attention(s, backend=cuda, limits=at.Limits(8, 32, 256, num_pages=64))
+q, kv, out, lse = arrays(s, 4)
+attn.plan(paged())
+slopes = np.linspace(0.1, 1.0, 8, dtype=np.float32)
+attn.run(q, kv, out=out, alibi_slopes=slopes)
+trace()
+driver.fake_capture(ctypes.c_void_p(9), 1)
+attn.run(q, kv, out=out, alibi_slopes=slopes.copy(), stream=9)
+assert kinds() == ["launch", "launch"]
+for again in range(2):
+    with pytest.raises(at.CaptureError, match="alibi_slopes must be on the device"):
+        attn.run(q, kv, out=out, alibi_slopes=slopes * 2, stream=9)
+    assert kinds() == []
+driver.fake_capture(ctypes.c_void_p(9), 0)
+attn.run(q, kv, out=out, alibi_slopes=slopes * 2)
+""")

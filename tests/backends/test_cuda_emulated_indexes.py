@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of index, bound arrays and hooks of the merge through the emulated CUDA kernels (emulated_cuda.py): no GPU is needed."""
+"""Every kind of index, bound arrays and hooks of the merge by the emulated CUDA kernels (emulated_cuda.py), no GPU needed."""
 
 from __future__ import annotations
 
@@ -124,9 +124,8 @@ def test_true_lengths_are_read_by_every_run(cuda, name):
     for lens in (most, [899, 258, 39, 1], [300, 3, 2, 0], [1, 0, 1, 7], [513, 255, 0, 3]):
         true[:] = lens
         got = run(attn, batch.q, batch.kv)
-        short = replace(
-            case, k=tuple(k[:n] for k, n in zip(case.k, lens)), v=tuple(x[:n] for x, n in zip(case.v, lens))
-        )
+        cut = {side: tuple(x[:n] for x, n in zip(getattr(case, side), lens, strict=True)) for side in "kv"}
+        short = replace(case, **cut)
         want = testing.run_batch(short, testing.lay_out(short, page_size=8), cuda, attn=exact)
         testing.same(want, got, f"lengths {lens} under a plan for {most}:")
 
