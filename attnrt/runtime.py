@@ -312,7 +312,7 @@ class Runtime:
             kernel.attend(call)
             kernel.merge(call)
             return
-        repeat = packer(call, self.workspace.limits is not None)
+        repeat = packer(call, self.workspace.limits)
         lse = 0 if call.lse is None else call.lse.ptr
         repeat((call.q.ptr, call.k.ptr, call.v.ptr, call.out.ptr, lse), call.sm_scale, handle)
         if again and self._key is not None:

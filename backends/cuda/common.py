@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attnrt.backends.cuda import driver, pack, tables
 from attnrt.backends.cuda.append import APPEND, COPY, Appender
 from attnrt.backends.cuda.kernel import CudaKernel
-from attnrt.backends.cuda.render import ATTEND, MERGE, render
+from attnrt.backends.cuda.render import entry_names, render
 from attnrt.device import as_device
 from attnrt.memory import ops_of
 
@@ -90,7 +90,7 @@ class CudaBackend:
         if found is None:
             label = f"the kernel of {spec.composed!r}"
             ops_of(device)  # makes sure that the device's context is there
-            module = self.load(render(spec), (ATTEND, MERGE), device.index, label)
+            module = self.load(render(spec), entry_names(spec), device.index, label)
             appender = Appender(
                 spec,
                 device.index,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from attnrt.backends.cuda import driver, pack
-from attnrt.backends.cuda.render import ATTEND, MERGE, SMEM, THREADS
+from attnrt.backends.cuda.render import ATTEND, DECODE, DECODE_SMEM, MERGE, SMEM, THREADS, entry_names
+from attnrt.backends.cuda.select import limits_decode, plan_decodes
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
 from attnrt.errors import CaptureError
@@ -18,6 +19,8 @@ from attnrt.tensor import TensorView, make_view
 if TYPE_CHECKING:
     from attnrt.backends.base import AppendCall, Call, Loaded, PagedView
     from attnrt.backends.cuda.append import Appender
+    from attnrt.layout import Limits
+    from attnrt.scheduler.base import Plan
     from attnrt.spec import AttentionSpec
 
 __all__ = ["CudaKernel", "DriverModule", "Module", "launch"]
@@ -27,6 +30,8 @@ MERGE_CTAS = 4
 #: (row, head) pairs that a CTA of the merge kernel folds at a time.
 MERGE_WARPS = THREADS // 32
 
+#: Where a module says how much dynamic shared memory a kernel needs.
+_SMEM = {ATTEND: SMEM, DECODE: DECODE_SMEM}
 _RUN_OFFSETS = pack.run_offsets()
 
 
@@ -62,7 +67,7 @@ class DriverModule:
         self.library = driver.Library(device, image)
         self._entries = {}
         for name in names:
-            smem = self.library.number(SMEM) if name == ATTEND else 0
+            smem = self.library.number(_SMEM[name]) if name in _SMEM else 0
             self._entries[name] = launch_record(device, self.library.kernel(name, smem), smem, dependent)
 
     def entry(self, name: str) -> Any:
@@ -81,26 +86,25 @@ class Repeat:
     kernel : CudaKernel
     call : Call
         The first of them.
-    capturable : bool
-        False: refuse a stream that is being captured.
+    limits : Limits or None
+        None: refuse a stream that is being captured.
     """
 
-    __slots__ = ("_args", "_heads", "_kernel", "_params", "_record", "_run")
+    __slots__ = ("_args", "_heads", "_kernel", "_limits", "_params", "_record", "_run")
 
-    def __init__(self, kernel: CudaKernel, call: Call, capturable: bool) -> None:
+    def __init__(self, kernel: CudaKernel, call: Call, limits: Limits | None) -> None:
         ffi, lib = driver.shim()
         table = call.params.table.tobytes() or bytes(64)
         self._kernel, self._params, self._heads = kernel, call.params, call.q.shape[1]
+        self._limits = limits
         self._args = ffi.new("char[]", pack.fill_run(call, kernel.itemsize) + table)
         record = self._record = ffi.new("attnrt_run_t *")
-        record.args, record.forbid_capture = self._args, not capturable
+        record.args, record.forbid_capture = self._args, limits is None
         record.aligned_k = pack.aligned(call.k, kernel.itemsize)
         record.aligned_v = pack.aligned(call.v, kernel.itemsize)
         for name, at in _RUN_OFFSETS.items():
             setattr(record, f"at_{name}", at)
-        for i, entry in enumerate(kernel.entries):
-            record.launches[i] = entry[0]
-        record.num_launches = len(kernel.entries)
+        record.num_launches = 2
         self._run = lib.attnrt_cuda_run
         self.reload(call.loaded)
 
@@ -108,6 +112,8 @@ class Repeat:
         """The same form of arrays under another loaded plan."""
         record = self._record
         driver.shim()[0].cast("uint64_t *", self._args)[0] = loaded.header.ptr  # type: ignore[union-attr]
+        for i, entry in enumerate(self._kernel.entries(loaded.plan, self._limits)):
+            record.launches[i] = entry[0]
         for i, (most, now) in enumerate(self._kernel.grids(loaded, self._heads)):
             record.launches[i].grid, record.eager_grid[i] = most, now
 
@@ -136,8 +142,13 @@ class CudaKernel:
         self.itemsize = as_dtype(spec.kv_dtype).itemsize
         self.merge_grid = driver.device_attribute(device, driver.MULTIPROCESSORS) * MERGE_CTAS
         self._rulers: tuple[Any, bytes] = (None, b"")
-        #: What a run launches, in order.
-        self.entries = (module.entry(ATTEND), module.entry(MERGE))
+        self._merge = module.entry(MERGE)
+        self._attend = {name: module.entry(name) for name in entry_names(spec) if name != MERGE}
+
+    def entries(self, plan: Plan, limits: Limits | None) -> tuple[Any, Any]:
+        """What a run launches, in order. A captured graph outlives its plan: with limits they choose, else the plan."""
+        decodes = plan_decodes(plan) if limits is None else limits_decode(self.spec, limits)
+        return self._attend[DECODE if decodes else ATTEND], self._merge
 
     def grids(self, loaded: Loaded, num_qo_heads: int) -> tuple[tuple[int, int], ...]:
         """(grid that serves every later plan within the limits, grid that this plan needs) of each entry.
@@ -159,9 +170,9 @@ class CudaKernel:
             self._rulers = (classes, pack.pack_rulers(classes))
         pack.fill_header(loaded, target, self._rulers[1])
 
-    def repeat(self, call: Call, capturable: bool) -> Repeat:
+    def repeat(self, call: Call, limits: Limits | None) -> Repeat:
         """What runs a call, and later ones that differ in addresses, scale and stream alone."""
-        return Repeat(self, call, capturable)
+        return Repeat(self, call, limits)
 
     def _arguments(self, call: Call) -> bytes:
         table: Any = call.params.table
@@ -169,11 +180,12 @@ class CudaKernel:
 
     def attend(self, call: Call) -> None:
         """Run every work item."""
-        launch(self.entries[0], call.loaded.plan.traits.num_workers, self._arguments(call), call.stream)
+        plan = call.loaded.plan
+        launch(self.entries(plan, None)[0], plan.traits.num_workers, self._arguments(call), call.stream)
 
     def merge(self, call: Call) -> None:
         """Fold and finish the rows of the merge list."""
-        launch(self.entries[1], self.merge_grid, self._arguments(call), call.stream)
+        launch(self._merge, self.merge_grid, self._arguments(call), call.stream)
 
     def place(self, name: str, array: np.ndarray) -> TensorView:
         """A parameter's host array on the device; equal arrays are copied once, so that a captured run finds them there."""

@@ -19,7 +19,7 @@ from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
 from attnrt.backends.cuda.kernel import launch_record
-from attnrt.backends.cuda.render import ATTEND, waits
+from attnrt.backends.cuda.render import SMEM_BYTES, waits
 from attnrt.config import config
 from attnrt.errors import CompileError
 
@@ -58,17 +58,10 @@ def _version() -> str:
 def host_text(names: tuple[str, ...]) -> str:
     """The C surface of a library with these kernels: kernel i is names[i]."""
     cases = "\n".join(
-        f"    case {i}: function = reinterpret_cast<const void*>(&{name}); smem = {'kSmem' if name == ATTEND else 0}; break;"
+        f"    case {i}: function = reinterpret_cast<const void*>(&{name}); smem = {SMEM_BYTES.get(name, 0)}; break;"
         for i, name in enumerate(names)
     )
-    smem = (
-        "constexpr int kSmem = attnrt::Layout<attnrt::Config, attnrt::Variant>::kOffsetMeta +\n"
-        "    sizeof(attnrt::Meta<attnrt::Layout<attnrt::Config, attnrt::Variant>>);\n"
-        if ATTEND in names
-        else ""
-    )
     return f"""
-{smem}
 // The driver's handle of a kernel on a device, and its dynamic shared memory; the caller's current device is put back.
 extern "C" int attnrt_kernel(int kernel, int device, unsigned long long* handle, int* smem_bytes) {{
   const void* function = nullptr;
@@ -118,7 +111,14 @@ class SharedModule:
 
 def _flags(arch: str) -> list[str]:
     compute = arch.replace("sm_", "compute_")
-    return ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", f"-gencode=arch={compute},code={arch}"]
+    return [
+        "-std=c++17",
+        "-O3",
+        "-fmad=false",
+        "-shared",
+        "-Xcompiler=-fPIC",
+        f"-gencode=arch={compute},code={arch}",
+    ]
 
 
 def compile_library(source: str, arch: str, path: Path, label: str) -> None:

@@ -46,7 +46,8 @@ def why_not_nvrtc() -> str | None:
 
 
 def _flags(arch: str) -> dict[str, object]:
-    return {"arch": arch, "std": "c++17", "ptxas_options": ["-v"]}
+    # No contraction but where we write fmaf: a hook's expression has the same bits in every kernel that it is compiled into.
+    return {"arch": arch, "std": "c++17", "fma": False, "ptxas_options": ["-v"]}
 
 
 def compile_source(source: str, arch: str, label: str) -> tuple[bytes, str]:

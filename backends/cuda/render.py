@@ -12,16 +12,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnrt.backends.cuda import pack
-from attnrt.backends.cuda.tables import TileConfig, tile_config
+from attnrt.backends.cuda.tables import DECODE_CTAS, TileConfig, tile_config
 from attnrt.variants import include_dir
 
 if TYPE_CHECKING:
     from attnrt.spec import AttentionSpec
     from attnrt.variants import Composed
 
-__all__ = ["ATTEND", "MERGE", "SMEM", "THREADS", "flatten", "render", "variant_text", "waits"]
+__all__ = [
+    "ATTEND",
+    "DECODE",
+    "DECODE_SMEM",
+    "MERGE",
+    "SMEM",
+    "SMEM_BYTES",
+    "THREADS",
+    "entry_names",
+    "flatten",
+    "render",
+    "variant_text",
+    "waits",
+]
 
 ATTEND, MERGE, SMEM = "attnrt_attend", "attnrt_merge", "attnrt_smem_bytes"
+DECODE, DECODE_SMEM = "attnrt_decode", "attnrt_decode_smem_bytes"
+#: Dynamic shared memory of the kernels that have some, as a constant expression of their text.
+SMEM_BYTES = {
+    ATTEND: "attnrt::Layout<attnrt::Config, attnrt::Variant>::kOffsetMeta"
+    " + sizeof(attnrt::Meta<attnrt::Layout<attnrt::Config, attnrt::Variant>>)",
+    DECODE: "attnrt::DecodeShape::kOffsetMeta + sizeof(attnrt::DecodeMeta<attnrt::DecodeShape, attnrt::Variant>)",
+}
 THREADS = 128
 
 _ROOT = Path(__file__).resolve().parent
@@ -58,7 +78,7 @@ def config_text(config: TileConfig) -> str:
     )
     numbers = "".join(
         f"  static constexpr int {name} = {getattr(config, name)};\n"
-        for name in ("group", "head_dim", "head_dim_vo", "m_blocks", "kv_tile", "stages")
+        for name in ("group", "head_dim", "head_dim_vo", "m_blocks", "kv_tile", "stages", "q_blocks")
     )
     shared = "true" if config.shared_kv else "false"
     return f"struct Config {{\n{dtypes}{numbers}  static constexpr bool shared_kv = {shared};\n}};\n"
@@ -74,11 +94,34 @@ def waits(source: str, names: tuple[str, ...]) -> bool:
     return source.count("attnrt::wait_for_predecessors();") == len(names)
 
 
+_DECODE_TEXT = f"""
+namespace attnrt {{
+typedef DecodeLayout<Config, Variant> DecodeShape;
+}}
+extern "C" __device__ const int {DECODE_SMEM} = {SMEM_BYTES[DECODE]};
+
+extern "C" __global__ void __launch_bounds__({THREADS}, {DECODE_CTAS})
+{DECODE}(const __grid_constant__ attnrt::Launch launch) {{
+  extern __shared__ __align__(1024) char ring[];
+  attnrt::wait_for_predecessors();
+  attnrt::release_dependents();
+  attnrt::Decode<attnrt::Config, attnrt::Variant>(launch.run, launch.params, ring).run();
+}}
+"""
+
+
+def entry_names(spec: AttentionSpec) -> tuple[str, ...]:
+    """Kernels that the text of a spec holds."""
+    return (ATTEND, DECODE, MERGE) if tile_config(spec).q_blocks else (ATTEND, MERGE)
+
+
 def render(spec: AttentionSpec) -> str:
     """CUDA C++ of the kernels of a spec; the same text for NVRTC and nvcc."""
     config = tile_config(spec)
     params = max(1, len(spec.composed.params))
-    return f"""{flatten("attend.cuh", "merge.cuh")}
+    decode = config.q_blocks > 0
+    headers = ("attend.cuh", "decode.cuh", "merge.cuh") if decode else ("attend.cuh", "merge.cuh")
+    return f"""{flatten(*headers)}
 {variant_text(spec.composed)}
 namespace attnrt {{
 {config_text(config)}
@@ -89,17 +132,17 @@ struct Launch {{
 {pack.layout_asserts()}
 }}  // namespace attnrt
 
-extern "C" __device__ const int {SMEM} =
-    attnrt::Layout<attnrt::Config, attnrt::Variant>::kOffsetMeta +
-    sizeof(attnrt::Meta<attnrt::Layout<attnrt::Config, attnrt::Variant>>);
+extern "C" __device__ const int {SMEM} = {SMEM_BYTES[ATTEND]};
 
 extern "C" __global__ void __launch_bounds__({THREADS}, {config.ctas_per_sm})
 {ATTEND}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(128) char smem[];
   attnrt::wait_for_predecessors();
+  attnrt::release_dependents();
   attnrt::Attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem).run();
 }}
 
+{_DECODE_TEXT if decode else ""}
 extern "C" __global__ void __launch_bounds__({THREADS})
 {MERGE}(const __grid_constant__ attnrt::Launch launch) {{
   attnrt::wait_for_predecessors();

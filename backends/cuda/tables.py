@@ -48,6 +48,8 @@ class TileConfig:
     shared_kv : bool
     ctas_per_sm : int
         For the register budget (__launch_bounds__) and the grid.
+    q_blocks : int
+        8-row blocks per tile of the decode kernel; 0: it does not take the spec.
     """
 
     q_type: str
@@ -61,6 +63,7 @@ class TileConfig:
     stages: int
     shared_kv: bool
     ctas_per_sm: int
+    q_blocks: int
 
     @property
     def rows(self) -> int:
@@ -89,7 +92,20 @@ def tile_config(spec: AttentionSpec) -> TileConfig:
         stages=stages,
         shared_kv=spec.shared_kv,
         ctas_per_sm=ctas,
+        q_blocks=decode_blocks(spec),
     )
+
+
+#: CTAs of the decode kernel per multiprocessor; each holds 48 KB of stages and 128 threads of 128 registers.
+DECODE_CTAS = 4
+
+
+def decode_blocks(spec: AttentionSpec) -> int:
+    """8-row blocks of the decode kernel, one or two; 0 where the tile kernel does all: other head dims, hooks that rewrite
+    K or V, more query heads per KV head than a tile has rows."""
+    dims = spec.head_dim == spec.head_dim_vo and spec.head_dim in (64, 128) and not spec.shared_kv
+    plain = spec.composed.key_map is None and spec.composed.value is None
+    return -(-spec.group // 8) if dims and plain and spec.group <= 16 else 0
 
 
 def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str) -> Traits:
@@ -118,7 +134,7 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str) ->
     )
     return Traits(
         name=f"cuda-sm{multiprocessors}",
-        num_workers=multiprocessors * config.ctas_per_sm,
+        num_workers=multiprocessors * (DECODE_CTAS if config.q_blocks else config.ctas_per_sm),
         classes=classes,
         alpha=1.0,
         beta=1.0,

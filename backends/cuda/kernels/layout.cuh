@@ -57,6 +57,7 @@ constexpr int kDeadKey = -2147483647 - 1;
 
 template <class L>
 struct Meta {
+  static constexpr int kRows = L::kRows;
   int pos[L::kStages][L::kTile];             // kDeadKey: no key
   int slot[L::kStages][L::kTile];            // read by ctx.kv_slot and key hooks
   int pos_min[L::kStages][L::kWarps];        // over live keys

@@ -8,7 +8,9 @@ namespace attnrt {
 
 template <class Config, class Variant>
 class Merge {
-  static constexpr int kCols = (Config::head_dim_vo + 31) / 32;  // columns per lane: lane, lane + 32, ...
+  static constexpr int kCols = (Config::head_dim_vo + 31) / 32;  // columns per lane
+  static constexpr bool kVector = Config::head_dim_vo % 32 == 0 && (kCols == 2 || kCols == 4);  // neighbours, else lane, lane + 32, ...
+  static constexpr int kBatch = kCols <= 4 ? 16 : kCols <= 8 ? 8 : 4;
   static constexpr int kLevels = 24;                             // pairwise tree: up to 2^24 leaves
 
   struct State {
@@ -40,17 +42,37 @@ class Merge {
     return s;
   }
 
+  __device__ __forceinline__ int col_of(int i) const { return kVector ? lane_ * kCols + i : lane_ + 32 * i; }
+
+  __device__ __forceinline__ void load_acc(long long at, float (&acc)[kCols]) const {
+    const float* from = p_.plan->partial_acc + at * Config::head_dim_vo;
+    if constexpr (kVector && kCols == 4) {
+      const float4 x = reinterpret_cast<const float4*>(from)[lane_];
+      acc[0] = x.x;
+      acc[1] = x.y;
+      acc[2] = x.z;
+      acc[3] = x.w;
+    } else if constexpr (kVector && kCols == 2) {
+      const float2 x = reinterpret_cast<const float2*>(from)[lane_];
+      acc[0] = x.x;
+      acc[1] = x.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCols; ++i) acc[i] = col_of(i) < Config::head_dim_vo ? from[col_of(i)] : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ long long state_of(int entry, int head) const {
+    return static_cast<long long>(p_.plan->merge_slots[entry]) * p_.num_qo_heads + head;
+  }
+
   __device__ __forceinline__ State load(int entry, int head) const {
-    const long long at = static_cast<long long>(p_.plan->merge_slots[entry]) * p_.num_qo_heads + head;
+    const long long at = state_of(entry, head);
     State s;
     const float2 ml = reinterpret_cast<const float2*>(p_.plan->partial_ml)[at];
     s.m = ml.x;
     s.l = ml.y;
-#pragma unroll
-    for (int i = 0; i < kCols; ++i) {
-      const int col = lane_ + 32 * i;
-      s.acc[i] = col < Config::head_dim_vo ? p_.plan->partial_acc[at * Config::head_dim_vo + col] : 0.0f;
-    }
+    load_acc(at, s.acc);
     return s;
   }
 
@@ -62,10 +84,35 @@ class Merge {
     for (int i = 0; i < kCols; ++i) a.acc[i] = fold_acc(f, a.acc[i], b.acc[i]);
   }
 
+  // In order. What a state needs is read for many at once, since each read costs the latency of memory: the heads of 32 states by the
+  // lanes, then the accumulators of kBatch.
   __device__ __forceinline__ State sequential(const MergeRow& row, int head) const {
     State s = empty();
 #pragma unroll 1
-    for (int e = row.slot_begin; e < row.slot_end; ++e) fold(s, load(e, head));
+    for (int first = row.slot_begin; first < row.slot_end; first += 32) {
+      const int count = min(32, row.slot_end - first);
+      const long long mine = state_of(first + min(lane_, count - 1), head);
+      const float2 ml = reinterpret_cast<const float2*>(p_.plan->partial_ml)[mine];
+#pragma unroll 1
+      for (int e = 0; e < count; e += kBatch) {
+        float acc[kBatch][kCols];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const long long at = __shfl_sync(0xffffffffu, mine, (e + i) % 32);
+          if (e + i < count) load_acc(at, acc[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          State b;
+          b.m = __shfl_sync(0xffffffffu, ml.x, (e + i) % 32);
+          b.l = __shfl_sync(0xffffffffu, ml.y, (e + i) % 32);
+          if (e + i >= count) continue;
+#pragma unroll
+          for (int j = 0; j < kCols; ++j) b.acc[j] = acc[i][j];
+          fold(s, b);
+        }
+      }
+    }
     return s;
   }
 
@@ -132,7 +179,7 @@ class Merge {
     if (lane_ == 0) store_lse(p_, c.qo_row, head, row.lse);
 #pragma unroll
     for (int i = 0; i < kCols; ++i) {
-      const int col = lane_ + 32 * i;
+      const int col = col_of(i);
       if (col < Config::head_dim_vo) {
         *reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, head, col)) =
             finish_value<Config, Variant>(params_, c, row, col, s.acc[i]);

@@ -15,6 +15,13 @@ __device__ __forceinline__ void wait_for_predecessors() {
 #endif
 }
 
+// Lets the CTAs of the next kernel start where there is room; they wait for the end of this one (wait_for_predecessors).
+__device__ __forceinline__ void release_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Division of a 31-bit number by a constant: n / d = (n * mul) >> (32 + shift), or n >> shift when mul is 0 (d a power of two).
 struct FastDiv {
   unsigned divisor;

@@ -9,8 +9,8 @@
 namespace attnrt {
 
 // What a hook may read about row r and its tile; the caller adds the key.
-template <class Config, class Variant>
-__device__ __forceinline__ Ctx row_ctx(const RunParams& p, const Meta<Layout<Config, Variant>>& meta, int r, int kv_head) {
+template <class Config, class Variant, class M>
+__device__ __forceinline__ Ctx row_ctx(const RunParams& p, const M& meta, int r, int kv_head) {
   Ctx c;
   c.request = meta.request[r];
   c.qo_pos = meta.qo_pos[r];
@@ -24,62 +24,65 @@ __device__ __forceinline__ Ctx row_ctx(const RunParams& p, const Meta<Layout<Con
   return c;
 }
 
-// Fills the row tables for one (item, KV head). Rows past the item's queries see nothing.
-template <class Config, class Variant>
-__device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* params, const WorkItem& item, const PartDesc& part,
-                                          int kv_head, int first, Meta<Layout<Config, Variant>>& meta) {
-  using L = Layout<Config, Variant>;
-  const int r = threadIdx.x;
-  if (r < L::kRows) {
-    const int query = item.q_begin + (first + r) / Config::group;
-    int low = 0x7fffffff, high = kDeadKey, limit = 0x7fffffff, qo_row = -1, qo_pos = 0, request = 0, from = 0;
-    long long bit = kNoMask;
-    if (query < item.q_end) {
+// Fills the row tables (Meta, DecodeMeta) for one (item, KV head); one warp, a lane per row. Rows past the item's queries see nothing.
+template <class Config, class Variant, class M>
+__device__ __forceinline__ void fill_rows(const RunParams& p, const ParamRef* params, const WorkItem& item, const PartDesc& part,
+                                          int kv_head, int first, M& meta) {
+  static_assert(M::kRows <= 32, "a lane per row");
+  const int r = threadIdx.x % 32;
+  const int query = item.q_begin + (first + r) / Config::group;
+  const bool real = r < M::kRows && query < item.q_end;
+  int low = kDeadKey, high = 0x7fffffff, limit = 0x7fffffff;  // a row that is not there hinders no shortcut
+  bool masked = false;
+  if (r < M::kRows) {
+    int qo_row = -1, qo_pos = 0, request = 0;
+    if (real) {
       request = part.request[query];
       const int shift = bound_shift(p, request);
       qo_row = part.qo_index ? part.qo_index[query] : query;
       qo_pos = part.qo_pos[query] + shift;
       if (p.plan->bound_kv_lens) limit = kv_len_of(p, request);
-      if (Variant::reads_index_mask && part.mask_offset && part.mask_offset[query] >= 0) {
-        from = part.mask_begin[item.row] + shift;
-        bit = part.mask_offset[query] - from;
-      }
+      low = kDeadKey + 1;
+    }
+    if constexpr (Variant::reads_index_mask) {
+      masked = real && part.mask_offset && part.mask_offset[query] >= 0;
+      const int from = masked ? part.mask_begin[item.row] + bound_shift(p, request) : 0;
+      meta.mask_bit[r] = masked ? part.mask_offset[query] - from : kNoMask;
+      meta.mask_from[r] = from;
     }
     meta.request[r] = request;
     meta.qo_row[r] = qo_row;
     meta.qo_head[r] = kv_head * Config::group + (first + r) % Config::group;
     meta.qo_pos[r] = qo_pos;
     meta.limit[r] = limit;
-    meta.mask_bit[r] = bit;
-    meta.mask_from[r] = from;
-    if (qo_row >= 0) {
-      low = kDeadKey + 1;
-      high = 0x7fffffff;
-      if constexpr (Variant::has_mask) {
+    if constexpr (Variant::has_mask) {
+      if (real) {
         const Ctx c = row_ctx<Config, Variant>(p, meta, r, kv_head);
         Variant::visible(Variant::row(params, c), low, high);
-        low = low == kDeadKey ? kDeadKey + 1 : low;
+        low = max(low, kDeadKey + 1);
       }
     }
-    meta.low[r] = low;
-    meta.high[r] = high;
+    meta.low[r] = real ? low : 0x7fffffff;
+    meta.high[r] = real ? high : kDeadKey;
   }
+  low = __reduce_max_sync(0xffffffffu, low);
+  high = __reduce_min_sync(0xffffffffu, high);
+  limit = __reduce_min_sync(0xffffffffu, limit);
+  masked = __any_sync(0xffffffffu, masked);
+  if (r == 0) {
+    meta.low_max = low;
+    meta.high_min = high;
+    meta.limit_min = limit;
+    meta.any_mask = masked;
+  }
+}
+
+// The same, visible to all of the CTA.
+template <class Config, class Variant, class M>
+__device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* params, const WorkItem& item, const PartDesc& part,
+                                          int kv_head, int first, M& meta) {
+  if (threadIdx.x < 32) fill_rows<Config, Variant>(p, params, item, part, kv_head, first, meta);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int low_max = kDeadKey, high_min = 0x7fffffff, limit_min = 0x7fffffff, any_mask = 0;
-#pragma unroll 1
-    for (int i = 0; i < L::kRows; ++i) {
-      if (meta.qo_row[i] < 0) continue;
-      low_max = max(low_max, meta.low[i]);
-      high_min = min(high_min, meta.high[i]);
-      limit_min = min(limit_min, meta.limit[i]);
-      any_mask |= meta.mask_bit[i] != kNoMask;
-    }
-    meta.low_max = low_max;
-    meta.high_min = high_min;
-    meta.limit_min = limit_min;
-    meta.any_mask = any_mask;
-  }
 }
 
 // Maps the pairs of a row in shared memory in place; threads `first`, `first + step`, ... of the row's pairs.

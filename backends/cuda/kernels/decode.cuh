@@ -1,0 +1,557 @@
+// SPDX-License-Identifier: Apache-2.0
+// The decode kernel: few query rows against many keys, bound by the reading of K and V. Operands are swapped: S^T = K Q^T and
+// O^T = V^T P^T, keys (then columns of the output) on M, 8 or 16 query rows on N, so that nothing is multiplied in vain; four CTAs of
+// four warps share an SM and keep their whole ring of stages in flight (docs/performance.md, E2).
+//
+// A row has the bits that the tile kernel (attend.cuh) gives it: tiles of 64 keys, k-steps of 16 in the same order (an element of
+// mma.sync depends on its two vectors alone, whatever the roles: E1), the same exponentials, and sums of exponentials in the same order:
+// there a lane adds keys 2t, 2t + 1, 2t + 8, 2t + 9 of every 16, here neighbouring lanes exchange theirs and do the same.
+//
+// fp8 is converted in registers between ldmatrix and mma.sync. Two freedoms make that free of a transpose: head dims may be permuted
+// inside a k-step of 16 on both sides alike, and rows of O^T may come in any order.
+//
+// A lane (g = lane / 4, t = lane % 4) holds S^T of keys 16 warp + g (+8) and query rows 8n + 2t (+1).
+#pragma once
+#include "attnrt_variant.h"
+#include "decode_loader.cuh"
+#include "finish.cuh"
+#include "rows.cuh"
+
+namespace attnrt {
+
+// fp8 in both bytes of each half of x: the low half as a pair of T, and the high half.
+template <Dtype From, Dtype To>
+__device__ __forceinline__ void widen(unsigned x, unsigned& low, unsigned& high) {
+  low = fp8x2_to_half2<From>(static_cast<unsigned short>(x & 0xffffu));
+  high = fp8x2_to_half2<From>(static_cast<unsigned short>(x >> 16));
+  if constexpr (To == Dtype::bf16) {
+    low = ptx::pack2<ptx::Half16::bf16>(half_to_float(static_cast<unsigned short>(low & 0xffffu)), half_to_float(static_cast<unsigned short>(low >> 16)));
+    high = ptx::pack2<ptx::Half16::bf16>(half_to_float(static_cast<unsigned short>(high & 0xffffu)), half_to_float(static_cast<unsigned short>(high >> 16)));
+  }
+}
+
+template <class Config, class Variant>
+class Decode {
+  using L = DecodeLayout<Config, Variant>;
+  using M = DecodeMeta<L, Variant>;
+  using Loader = DecodeLoader<Config, Variant>;
+  static constexpr int kN = L::kBlocks;
+  static constexpr int kCT = L::kColTiles;
+  static constexpr int kSteps = L::kDim / 16;
+  static constexpr bool kKeepQ = kN == 1;  // Q's fragments in registers
+  static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
+
+ public:
+  __device__ __forceinline__ Decode(const RunParams& p, const ParamRef* params, char* smem)
+      : p_(p), params_(params), smem_(smem), meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
+    lane_ = threadIdx.x % 32;
+    warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    g_ = lane_ / 4;
+    t_ = lane_ % 4;
+  }
+
+  // One loop over the stages of the ring, so that the loader's code is there once: fill what is free, then use the K or the V that has
+  // arrived. K of a tile: scores, softmax, P. V: the product, and at the end of a leaf the fold.
+  __device__ __forceinline__ void run() {
+    const PlanHeader& plan = *p_.plan;
+    const WorkItem* const work = plan.work;
+    const int* const workers = plan.worker_indptr;
+    if (blockIdx.x >= plan.num_workers) return;
+    int next = workers[blockIdx.x];
+    const int end = workers[blockIdx.x + 1];
+    Loader loader(p_, smem_, meta_, next, end);
+    int due = Loader::kFirstCalls;
+    int head = 0, leaf = 0;
+    bool fresh = true, first = true, values = false;
+    unsigned q[kKeepQ ? kSteps : 1][2];
+    State state, total;
+    stage_ = table_ = first_ = 0;
+#pragma unroll 1
+    while (next < end) {
+#pragma unroll 1
+      for (; due > 0; --due) loader.issue();
+      const WorkItem& item = work[next];
+      if (fresh) {
+        head = max(head, item.head_begin);
+        open_rows<Config, Variant>(p_, params_, item, plan.parts[item.part], head, first_, meta_);
+        load_q(head);
+        __syncthreads();
+        if constexpr (kKeepQ) {
+#pragma unroll
+          for (int d = 0; d < kSteps; ++d) query_step(0, d, q[d]);
+        }
+        clear(total);
+        clear(state);
+        leaf = 0;
+        fresh = values = false;
+        if (first && item.kv_begin < item.kv_end) {
+          ptx::cp_async_wait<L::kStages - 1>();
+          __syncthreads();
+          first = false;
+        }
+      }
+      bool over = item.kv_begin >= item.kv_end;
+      if (!over && !values) {
+        keys(item, head, q, state);
+        values = true;
+      } else if (!over) {
+        accumulate(state);
+        const int flags = meta_.span[table_][warp_].z;
+        table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+        values = false;
+        over = flags & kLastOfPass;
+        if (flags & kLastOfLeaf) {
+          close_leaf(state);
+          if (item.fold) {
+            fold(total, state);
+          } else {
+            total = state;
+          }
+          clear(state);
+          if (item.slot >= 0 && (!item.fold || over)) store_state(item, item.fold ? 0 : leaf, total);
+          ++leaf;
+        }
+      }
+      if (over) {
+        if (item.slot < 0) finish(total);
+        fresh = true;
+        first_ += L::kRows;
+        if (first_ >= (item.q_end - item.q_begin) * Config::group) {
+          first_ = 0;
+          if (++head >= item.head_end) {
+            head = 0;
+            ++next;
+          }
+        }
+      }
+      if (item.kv_begin < item.kv_end) {
+        // The stage after the one just used has arrived, and all are done with that one: its slot is free.
+        ptx::cp_async_wait<L::kStages - 2>();
+        due = 1;
+        stage_ = stage_ + 1 == L::kStages ? 0 : stage_ + 1;
+      }
+      __syncthreads();
+    }
+    ptx::cp_async_wait<0>();
+  }
+
+ private:
+  struct State {
+    float m[kN][2], l[kN][2];
+    float acc[kN][kCT][4];
+  };
+
+  __device__ __forceinline__ static void clear(State& s) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        s.m[n][c] = neg_inf();
+        s.l[n][c] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kCT; ++j) s.acc[n][j][c] = s.acc[n][j][c + 2] = 0.0f;
+      }
+  }
+
+  __device__ __forceinline__ void load_q(int head) const {
+    typedef typename Bits<Config::q_type>::type Element;
+    constexpr int kEach = L::kRows * L::kDim / L::kThreads;
+    Element x[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {  // all in flight before the first is stored
+      const int r = (i * L::kThreads + threadIdx.x) / L::kDim, d = threadIdx.x % L::kDim;
+      x[i] = Element(0);
+      if (meta_.qo_row[r] >= 0) {
+        x[i] = reinterpret_cast<const Element*>(p_.q)[static_cast<long long>(meta_.qo_row[r]) * p_.q_stride_row +
+                                                      static_cast<long long>(meta_.qo_head[r]) * p_.q_stride_head + d];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int r = (i * L::kThreads + threadIdx.x) / L::kDim, d = threadIdx.x % L::kDim;
+      reinterpret_cast<Element*>(smem_ + L::kOffsetQ + r * L::kPitchQ)[d] = x[i];
+    }
+    if constexpr (Variant::has_query) {
+      __syncthreads();
+#pragma unroll 1
+      for (int r = warp_; r < L::kRows; r += L::kWarps) {
+        if (meta_.qo_row[r] < 0) continue;
+        const Ctx c = row_ctx<Config, Variant>(p_, meta_, r, head);
+        map_pairs<Variant::query_pairing, Variant::query_dim, Config::head_dim, Config::q_type>(
+            reinterpret_cast<Element*>(smem_ + L::kOffsetQ + r * L::kPitchQ), lane_, 32,
+            [&](int d, float& x0, float& x1) { Variant::query(params_, c, d, x0, x1); });
+      }
+    }
+  }
+
+  // B operand of k-step d: Q of 8 rows. For fp8 the head dims of a step are taken in the order in which K's bytes come.
+  __device__ __forceinline__ void query_step(int n, int d, unsigned (&b)[2]) const {
+    const char* row = smem_ + L::kOffsetQ + (8 * n + g_) * L::kPitchQ + d * 32;
+    if constexpr (L::kFp8) {
+      const uint2 x = *reinterpret_cast<const uint2*>(row + t_ * 8);
+      b[0] = x.x;
+      b[1] = x.y;
+    } else {
+      b[0] = *reinterpret_cast<const unsigned*>(row + t_ * 4);
+      b[1] = *reinterpret_cast<const unsigned*>(row + t_ * 4 + 16);
+    }
+  }
+
+  // Scores of the tile and their softmax: P for all, l and acc under the new maximum.
+  template <int kQ>
+  __device__ __forceinline__ void keys(const WorkItem& item, int head, const unsigned (&q)[kQ][2], State& state) const {
+    float s[kN][4];
+    scores(q, s);
+    logits(item, head, s);
+    if constexpr (Variant::use_softmax) {
+      maxima(s);
+      __syncthreads();
+      weights(s, state);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) state.m[n][0] = state.m[n][1] = 0.0f;
+    }
+    store_weights(s);
+  }
+
+  // S^T = K Q^T over this warp's 16 keys.
+  template <int kQ>
+  __device__ __forceinline__ void scores(const unsigned (&q)[kQ][2], float (&s)[kN][4]) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+    const unsigned stage = ptx::smem_addr(smem_) + stage_ * L::kStageBytes;
+    const int row = warp_ * 16 + lane_ % 16;
+    const unsigned base = stage + swizzled<L::kRowBytes>(row, lane_ / 16);  // a later chunk is one XOR away
+    constexpr int kLoads = L::kFp8 ? kSteps / 2 : kSteps;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      unsigned k[4];
+      ptx::ldmatrix_x4(k, L::kRowBytes == 64 ? base ^ (i << 5) : (base ^ (i % 4 << 5)) + i / 4 * (64 * 128));
+      if constexpr (L::kFp8) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          unsigned a[4];
+          widen<Config::kv_type, Config::q_type>(k[2 * h], a[0], a[2]);
+          widen<Config::kv_type, Config::q_type>(k[2 * h + 1], a[1], a[3]);
+          multiply(s, a, q, 2 * i + h);
+        }
+      } else {
+        multiply(s, k, q, i);
+      }
+    }
+  }
+
+  template <int kQ>
+  __device__ __forceinline__ void multiply(float (&s)[kN][4], const unsigned (&a)[4], const unsigned (&q)[kQ][2], int d) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      unsigned b[2];
+      if constexpr (kKeepQ) {
+        b[0] = q[d][0];
+        b[1] = q[d][1];
+      } else {
+        query_step(n, d, b);
+      }
+      ptx::mma_m16n8k16<kH>(s[n], a, b[0], b[1]);
+    }
+  }
+
+  __device__ __forceinline__ int key_of(int half) const { return warp_ * 16 + half * 8 + g_; }
+  __device__ __forceinline__ int row_of(int n, int c) const { return 8 * n + 2 * t_ + c; }
+
+  // As in the tile kernel: scale, variant, mask; a base-2 logit (-inf: unseen), or a weight (0: unseen) without a softmax.
+  __device__ __forceinline__ void logits(const WorkItem& item, int head, float (&s)[kN][4]) const {
+    const int4 span = meta_.span[table_][warp_];
+    const int tile = span.w;
+    const bool whole = (span.z & kAllLive) && !(Variant::reads_index_mask && meta_.any_mask) && Variant::mask_is_interval &&
+                       span.x >= meta_.low_max && span.y <= meta_.high_min && tile + L::kTile <= meta_.limit_min;
+    const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
+    const unsigned live = whole ? 0xffffffffu : seen_bits(item, head, tile);
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        Ctx ctx;
+        typename Variant::Row row;
+        if constexpr (Variant::has_logits) {
+          ctx = row_ctx<Config, Variant>(p_, meta_, row_of(n, c), head);
+          row = Variant::row(params_, ctx);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& x = s[n][2 * half + c];
+          if constexpr (Variant::has_logits) {
+            ctx.kv_pos = meta_.pos[table_][key_of(half)];
+            ctx.kv_slot = meta_.slot[table_][key_of(half)];
+          }
+          x = Variant::logits(params_, row, ctx, x * scale);
+          if constexpr (Variant::has_logits && Variant::use_softmax) x *= kLog2e;
+          if (!(live >> (4 * n + 2 * c + half) & 1)) x = Variant::use_softmax ? neg_inf() : 0.0f;
+        }
+      }
+  }
+
+  // Which of this lane's scores are seen, bit 4n + 2c + half.
+  __device__ __forceinline__ unsigned seen_bits(const WorkItem& item, int head, int tile) const {
+    const unsigned char* mask = Variant::reads_index_mask ? p_.plan->parts[item.part].mask : nullptr;
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int i = 2 * kN - 1; i >= 0; --i) {
+      const int r = row_of(i / 2, i % 2);
+      Ctx c;
+      typename Variant::Row row;
+      if constexpr (!Variant::mask_is_interval) {
+        c = row_ctx<Config, Variant>(p_, meta_, r, head);
+        row = Variant::row(params_, c);
+      }
+#pragma unroll
+      for (int half = 1; half >= 0; --half) bits = bits << 1 | (seen(mask, r, row, c, key_of(half), tile) ? 1u : 0u);
+    }
+    return bits;
+  }
+
+  template <class Row>
+  __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, Ctx& c, int key, int tile) const {
+    const int pos = meta_.pos[table_][key];
+    bool yes = pos != kDeadKey && pos >= meta_.low[r] && pos <= meta_.high[r] && tile + key < meta_.limit[r];
+    if constexpr (!Variant::mask_is_interval) {
+      c.kv_pos = pos;
+      c.kv_slot = meta_.slot[table_][key];
+      yes = yes && Variant::mask(params_, row, c);
+    }
+    if constexpr (Variant::reads_index_mask) {
+      if (yes && meta_.mask_bit[r] != kNoMask && tile + key >= meta_.mask_from[r]) {
+        const long long bit = meta_.mask_bit[r] + tile + key;
+        yes = mask[bit >> 3] >> (bit & 7) & 1;
+      }
+    }
+    return yes;
+  }
+
+  __device__ __forceinline__ void maxima(const float (&s)[kN][4]) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float m[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        m[c] = fmaxf(s[n][c], s[n][2 + c]);
+        m[c] = fmaxf(m[c], __shfl_xor_sync(0xffffffffu, m[c], 4));
+        m[c] = fmaxf(m[c], __shfl_xor_sync(0xffffffffu, m[c], 8));
+        m[c] = fmaxf(m[c], __shfl_xor_sync(0xffffffffu, m[c], 16));
+      }
+      if (g_ == 0) *reinterpret_cast<float2*>(&meta_.reduce[warp_][row_of(n, 0)]) = make_float2(m[0], m[1]);
+    }
+  }
+
+  // s becomes 2^(s - m) under the new running maximum; l and acc are brought to it.
+  __device__ __forceinline__ void weights(float (&s)[kN][4], State& state) const {
+    const bool odd = g_ & 1;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float m[2] = {state.m[n][0], state.m[n][1]};
+#pragma unroll
+      for (int w = 0; w < L::kWarps; ++w) {
+        const float2 x = *reinterpret_cast<const float2*>(&meta_.reduce[w][row_of(n, 0)]);
+        m[0] = fmaxf(m[0], x.x);
+        m[1] = fmaxf(m[1], x.y);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float shrink = exp2_diff(state.m[n][c], m[c]);
+        const float near = s[n][c] = exp2_diff(s[n][c], m[c]), far = s[n][2 + c] = exp2_diff(s[n][2 + c], m[c]);
+        // Keys 2t, 2t + 1, 2t + 8, 2t + 9 in this order, as a lane of the tile kernel has them.
+        const float other_near = __shfl_xor_sync(0xffffffffu, near, 4), other_far = __shfl_xor_sync(0xffffffffu, far, 4);
+        const float sum = ((near + other_near) + (odd ? other_far : far)) + (odd ? far : other_far);
+        state.m[n][c] = m[c];
+        state.l[n][c] = fmaf(state.l[n][c], shrink, sum);
+#pragma unroll
+        for (int j = 0; j < kCT; ++j) {
+          state.acc[n][j][c] *= shrink;
+          state.acc[n][j][2 + c] *= shrink;
+        }
+      }
+    }
+  }
+
+  // P as [n][key][8 rows].
+  __device__ __forceinline__ void store_weights(const float (&s)[kN][4]) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      char* to = smem_ + L::kOffsetP + n * (L::kTile * 16) + key_of(0) * 16 + t_ * 4;
+      *reinterpret_cast<unsigned*>(to) = ptx::pack2<kH>(s[n][0], s[n][1]);
+      *reinterpret_cast<unsigned*>(to + 128) = ptx::pack2<kH>(s[n][2], s[n][3]);
+    }
+  }
+
+  // O^T += V^T P^T over this warp's columns and all keys of the tile.
+  __device__ __forceinline__ void accumulate(State& state) const {
+    const unsigned weights = ptx::smem_addr(smem_ + L::kOffsetP) + lane_ * 16;
+    const unsigned stage = ptx::smem_addr(smem_) + stage_ * L::kStageBytes;
+    // 16-bit: matrices (keys 0-7, columns 0-7), (keys 0-7, columns 8-15), then keys 8-15. fp8: a matrix has 16 columns, so keys 0-7 and
+    // 8-15, of one or two column tiles.
+    const int key = L::kFp8 ? lane_ % 16 : lane_ % 8 + lane_ / 16 * 8;
+    const int chunk = L::kFp8 ? warp_ * kCT + (kCT == 2 ? lane_ / 16 : 0) : warp_ * 2 * kCT + lane_ / 8 % 2;
+    const unsigned base = stage + swizzled<L::kRowBytes>(key, chunk);
+    constexpr int kStep = L::kRowBytes == 64 ? 1024 : 2048;  // bytes from 16 keys to the next
+#pragma unroll
+    for (int two = 0; two < L::kTile / 32; ++two) {
+      unsigned p[kN][4];
+#pragma unroll
+      for (int n = 0; n < kN; ++n) ptx::ldmatrix_x4_trans(p[n], weights + n * (L::kTile * 16) + two * 512);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int step = 2 * two + h;
+        if constexpr (L::kFp8) {
+          unsigned v[4];
+          if constexpr (kCT == 2) {
+            ptx::ldmatrix_x4_trans(v, base + step * kStep);
+          } else {
+            unsigned pair[2];
+            ptx::ldmatrix_x2_trans(pair, base + step * kStep);
+            v[0] = pair[0];
+            v[1] = pair[1];
+          }
+#pragma unroll
+          for (int j = 0; j < kCT; ++j) {
+            // Bytes: (key 2t, column 2g), (key 2t, column 2g + 1), (key 2t + 1, ...): rows g and g + 8 of A stand for columns 2g and 2g + 1.
+            unsigned a[4];
+            widen<Config::kv_type, Config::q_type>(ptx::prmt<0x3120>(v[2 * j]), a[0], a[1]);
+            widen<Config::kv_type, Config::q_type>(ptx::prmt<0x3120>(v[2 * j + 1]), a[2], a[3]);
+#pragma unroll
+            for (int n = 0; n < kN; ++n) ptx::mma_m16n8k16<kH>(state.acc[n][j], a, p[n][2 * h], p[n][2 * h + 1]);
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kCT; ++j) {
+            unsigned v[4];
+            ptx::ldmatrix_x4_trans(v, (base ^ (j << 5)) + step * kStep);
+#pragma unroll
+            for (int n = 0; n < kN; ++n) ptx::mma_m16n8k16<kH>(state.acc[n][j], v, p[n][2 * h], p[n][2 * h + 1]);
+          }
+        }
+      }
+    }
+  }
+
+  // Row sums of the leaf: the four pairs of keys of a row, then the warps in order.
+  __device__ __forceinline__ void close_leaf(State& state) {
+    if constexpr (!Variant::use_softmax) return;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float l[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        l[c] = state.l[n][c];
+        l[c] += __shfl_xor_sync(0xffffffffu, l[c], 8);
+        l[c] += __shfl_xor_sync(0xffffffffu, l[c], 16);
+      }
+      if (g_ == 0) *reinterpret_cast<float2*>(&meta_.reduce[warp_][row_of(n, 0)]) = make_float2(l[0], l[1]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float2 l = *reinterpret_cast<const float2*>(&meta_.reduce[0][row_of(n, 0)]);
+#pragma unroll
+      for (int w = 1; w < L::kWarps; ++w) {
+        const float2 x = *reinterpret_cast<const float2*>(&meta_.reduce[w][row_of(n, 0)]);
+        l.x += x.x;
+        l.y += x.y;
+      }
+      state.l[n][0] = l.x;
+      state.l[n][1] = l.y;
+    }
+  }
+
+  __device__ __forceinline__ static void fold(State& total, const State& leaf) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const Fold f = fold_head<Variant::use_softmax>(total.m[n][c], total.l[n][c], leaf.m[n][c], leaf.l[n][c]);
+        total.m[n][c] = f.m;
+        total.l[n][c] = f.l;
+#pragma unroll
+        for (int j = 0; j < kCT; ++j)
+#pragma unroll
+          for (int e = c; e < 4; e += 2) total.acc[n][j][e] = fold_acc(f, total.acc[n][j][e], leaf.acc[n][j][e]);
+      }
+  }
+
+  // Column of acc[n][j][c + 2 * half].
+  __device__ __forceinline__ int col_of(int j, int half) const {
+    return warp_ * L::kWarpCols + j * 16 + (L::kFp8 ? 2 * g_ + half : g_ + 8 * half);
+  }
+
+  // Moves every row one place down: a rolled loop over the rows takes the first each time, so that what ends a row is compiled once.
+  __device__ __forceinline__ static void shift(State& s) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      s.m[n][0] = s.m[n][1];
+      s.l[n][0] = s.l[n][1];
+      if (n + 1 < kN) {
+        s.m[n][1] = s.m[n + 1][0];
+        s.l[n][1] = s.l[n + 1][0];
+      }
+#pragma unroll
+      for (int j = 0; j < kCT; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+          s.acc[n][j][e] = s.acc[n][j][e + 1];
+          if (n + 1 < kN) s.acc[n][j][e + 1] = s.acc[n + 1][j][e];
+        }
+    }
+  }
+
+  // Both of these use the state up.
+  __device__ __forceinline__ void store_state(const WorkItem& item, int leaf, State& s) const {
+    const int queries = item.q_end - item.q_begin;
+#pragma unroll 1
+    for (int i = 0; i < 2 * kN; ++i, shift(s)) {
+      const int r = row_of(i / 2, i % 2);
+      const int query = (first_ + r) / Config::group;
+      if (query >= queries) continue;
+      const long long at = (static_cast<long long>(item.slot) + leaf * queries + query) * p_.num_qo_heads + meta_.qo_head[r];
+      if (warp_ == 0 && g_ == 0) reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(s.m[0][0], s.l[0][0]);
+      float* to = p_.plan->partial_acc + at * L::kDim;
+#pragma unroll
+      for (int j = 0; j < kCT; ++j) {
+        if constexpr (L::kFp8) {
+          *reinterpret_cast<float2*>(to + col_of(j, 0)) = make_float2(s.acc[0][j][0], s.acc[0][j][2]);
+        } else {
+          to[col_of(j, 0)] = s.acc[0][j][0];
+          to[col_of(j, 1)] = s.acc[0][j][2];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(State& s) const {
+    typedef typename Bits<Config::out_type>::type Element;
+#pragma unroll 1
+    for (int i = 0; i < 2 * kN; ++i, shift(s)) {
+      const int r = row_of(i / 2, i % 2);
+      if (meta_.qo_row[r] < 0) continue;
+      const Ctx c = row_ctx<Config, Variant>(p_, meta_, r, meta_.qo_head[r] / Config::group);
+      const FinishRow row = finish_head<Variant>(params_, c, s.m[0][0], s.l[0][0]);
+      if (warp_ == 0 && g_ == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
+      Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, 0));
+#pragma unroll
+      for (int j = 0; j < kCT; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int col = col_of(j, half);
+          to[col] = finish_value<Config, Variant>(params_, c, row, col, s.acc[0][j][2 * half]);
+        }
+    }
+  }
+
+  const RunParams& p_;
+  const ParamRef* params_;
+  char* smem_;
+  M& meta_;
+  int lane_, warp_, g_, t_;
+  int stage_, table_;  // of the tile at hand
+  int first_;          // row of the item at which this pass starts
+};
+
+}  // namespace attnrt
