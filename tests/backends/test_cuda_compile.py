@@ -7,8 +7,8 @@ import pytest
 
 import attnrt as at
 from attnrt.backends.cuda import append, merge_parts
-from attnrt.backends.cuda.render import ATTEND, MERGE, THREADS, render, waits
-from attnrt.backends.cuda.tables import tile_config
+from attnrt.backends.cuda.render import ATTEND, DECODE, MERGE, THREADS, entry_names, render, waits
+from attnrt.backends.cuda.tables import DECODE_CTAS, tile_config
 from attnrt.errors import CompileError
 from attnrt.variants import compose
 
@@ -41,6 +41,8 @@ SPECS = {
     "fp8 128": {"kv_dtype": "float8_e4m3fn", "variant": (v.causal(), v.fp8_scales())},
     "sigmoid mask": {"variant": (v.custom_mask(), v.sigmoid())},
     "fp16 64": {"q_dtype": "float16", "head_dim": 64},
+    "16 rows": {"num_kv_heads": 2},
+    "window, softcap": {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0), v.sink_logits(-1.0))},
     "bf16 72": {"head_dim": 72},
     "bf16 192/128": {"head_dim": 192, "head_dim_vo": 128},
     "bf16 256": {"head_dim": 256},
@@ -54,16 +56,19 @@ SPECS = {
 def test_registers_and_spills(name, arch):
     s = spec(**SPECS[name])
     source = render(s)
-    assert waits(source, (ATTEND, MERGE))
+    assert waits(source, entry_names(s))
     code, log = nvrtc.compile_source(source, arch, name)
     assert code.startswith(b"\x7fELF")
     found = nvrtc.resources(log)
-    assert {ATTEND, MERGE} <= set(found), log
+    assert set(entry_names(s)) <= set(found), log
     for kernel, used in found.items():
         assert used.spilled == 0, f"{kernel}: {used}"
     assert found[ATTEND].stack == 0
     assert found[ATTEND].registers * THREADS * tile_config(s).ctas_per_sm <= REGISTERS
     assert found[MERGE].registers <= 128
+    if DECODE in found:
+        assert found[DECODE].stack == 0
+        assert found[DECODE].registers * THREADS * DECODE_CTAS <= REGISTERS
     assert not nvrtc.warnings_of(log), log
 
 

@@ -42,8 +42,8 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return chunk / 8 * (64 * 128) + row * 128 + ((chunk % 8 ^ (row & 7)) << 4);
 }
 
-// Where the loader of one warp is, in shared memory, where it costs no registers. All lanes write the same numbers and each reads
-// what it wrote itself, so nothing has to be ordered.
+// Where the loader of one warp is, in shared memory, where it costs no registers. All lanes write the same numbers, and each reads what it
+// wrote itself.
 struct DecodeCursor {
   const int* indices;  // listed blocks of the row and head, or null: affine
   const int* block_pos;

@@ -55,19 +55,29 @@ class DecodeLoader {
  private:
   __device__ __forceinline__ DecodeCursor& mine() const { return meta_.cursors[warp_]; }
 
-  // To the next tile: of the leaf, or of the next leaf, pass over the rows, KV head, item. False: there is none.
+  // To the next tile: of the leaf, or of the next leaf, pass over the rows, KV head, item. False: there is none. All lanes have read the
+  // cursor before the first one writes it.
   __device__ __forceinline__ bool advance(DecodeCursor& at) {
-    at.tile += L::kTile;
-    if (at.tile < at.stop) return true;
-    const WorkItem* item = p_.plan->work + at.next - 1;
-    if (++at.leaf >= at.leaf_end) {
-      if (++at.pass >= at.passes) {
-        if (++at.head >= at.head_end) {
+    int tile = at.tile + L::kTile;
+    const bool inside = tile < at.stop;
+    __syncwarp();
+    if (inside) {
+      at.tile = tile;
+      return true;
+    }
+    int next = at.next, pass = at.pass, head = at.head, leaf = at.leaf + 1;
+    const int end = at.end, leaf_end = at.leaf_end, passes = at.passes, head_end = at.head_end;
+    __syncwarp();
+    const WorkItem* item = p_.plan->work + next - 1;
+    if (leaf >= leaf_end) {
+      if (++pass >= passes) {
+        if (++head >= head_end) {
           do {
-            if (at.next >= at.end) return false;
-            item = p_.plan->work + at.next++;
+            if (next >= end) return false;
+            item = p_.plan->work + next++;
           } while (item->kv_begin >= item->kv_end);
-          at.head = item->head_begin;
+          head = item->head_begin;
+          at.next = next;
           at.head_end = item->head_end;
           at.leaf_end = item->leaf_end;
           at.begin = item->kv_begin;
@@ -75,7 +85,7 @@ class DecodeLoader {
         }
         const PartDesc& part = p_.plan->parts[item->part];
         KvList list;
-        list.open(part, item->row, at.head);
+        list.open(part, item->row, head);
         at.live_end = min(item->kv_end, bound_limit(p_, *item, part));
         at.block = part.block;
         at.indices = list.indices;
@@ -84,13 +94,16 @@ class DecodeLoader {
         at.offset = list.offset;
         at.entries = list.entries;
         at.pos_shift = list.pos - list.offset;
-        at.pass = 0;
+        at.head = head;
+        pass = 0;
       }
-      at.leaf = item->leaf_begin;
+      at.pass = pass;
+      leaf = item->leaf_begin;
     }
+    at.leaf = leaf;
     const RulerDesc& ruler = p_.plan->rulers[item->klass];
-    at.tile = first_tile<L::kTile>(ruler.start(at.leaf), item->kv_begin);
-    at.stop = min(ruler.start(at.leaf + 1), item->kv_end);
+    at.tile = first_tile<L::kTile>(ruler.start(leaf), item->kv_begin);
+    at.stop = min(ruler.start(leaf + 1), item->kv_end);
     return true;
   }
 

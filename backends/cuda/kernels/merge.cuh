@@ -10,7 +10,7 @@ template <class Config, class Variant>
 class Merge {
   static constexpr int kCols = (Config::head_dim_vo + 31) / 32;  // columns per lane
   static constexpr bool kVector = Config::head_dim_vo % 32 == 0 && (kCols == 2 || kCols == 4);  // neighbours, else lane, lane + 32, ...
-  static constexpr int kBatch = kCols <= 4 ? 16 : kCols <= 8 ? 8 : 4;
+  static constexpr int kBatch = kCols <= 4 ? 8 : kCols <= 8 ? 4 : 2;
   static constexpr int kLevels = 24;                             // pairwise tree: up to 2^24 leaves
 
   struct State {

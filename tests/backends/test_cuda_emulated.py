@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernels without a GPU (emulated_cuda.py): against float64, and decode bit for bit against the tile kernel."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnrt as at
+from attnrt import testing
+from attnrt.backends.cuda.select import decode_queries, limits_decode, plan_decodes
+
+sys.path.insert(0, str(Path(__file__).parent))
+from emulated_cuda import EmulatedCuda
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+pytestmark = pytest.mark.compile
+
+v = at.variants
+DECODE = ([1, 1, 2, 0, 1, 1, 2, 1], [700, 77, 70, 9, 0, 1, 2, 600])
+MIXED = ([1, 13, 30, 0, 3, 5], [900, 77, 30, 9, 0, 5])
+
+
+def spec(**changes):
+    base = {
+        "num_qo_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "variant": v.causal(),
+        "q_dtype": "bfloat16",
+    }
+    return at.AttentionSpec(**{**base, **changes})
+
+
+def both(s, lengths, *, early=False, multiprocessors=2, **layout):
+    """One batch through both kernels: right, and the same to the bit."""
+    case = testing.make_case(s, *lengths, seed=3)
+    batch = testing.lay_out(case, **layout)
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv, **batch.params)
+    results = []
+    for decode in (True, False):
+        backend = EmulatedCuda(decode, early, multiprocessors)
+        results.append(testing.run_batch(case, batch, backend, device="cpu"))
+        testing.compare(s, answer, results[-1].out, results[-1].lse)
+    testing.same(*results, "decode and tile kernel")
+
+
+VARIANTS = {
+    "full": v.full(),
+    "causal": v.causal(),
+    "window": (v.causal(), v.sliding_window(37)),
+    "softcap": (v.causal(), v.softcap(5.0)),
+    "alibi": (v.causal(), v.alibi()),
+    "sigmoid": (v.causal(), v.sigmoid()),
+    "all": (v.causal(), v.sliding_window(300), v.softcap(20.0), v.sink_logits(-1.0)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name):
+    both(spec(variant=VARIANTS[name]), DECODE)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float16"])
+def test_types(q_dtype, kv_dtype, head_dim):
+    both(spec(q_dtype=q_dtype, kv_dtype=kv_dtype, head_dim=head_dim), DECODE)
+
+
+@pytest.mark.parametrize("heads", [(3, 1), (9, 3), (13, 1), (16, 1), (4, 4)])
+def test_groups(heads):
+    both(spec(num_qo_heads=heads[0], num_kv_heads=heads[1]), DECODE)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_rows_in_passes(early):
+    both(spec(), MIXED, early=early)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 7, 16, 200])
+def test_pages(layout, page_size):
+    both(spec(kv_layout=layout), DECODE, page_size=page_size)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3, 40])
+@pytest.mark.parametrize("early", [False, True])
+def test_cuts(multiprocessors, early):
+    """Runs of leaves on few and many workers: folds in registers, states, merges."""
+    both(spec(head_dim=128), ([1, 1], [2300, 650]), early=early, multiprocessors=multiprocessors)
+
+
+@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize(
+    "oracle", ["poison", "placement", "layout_invariance", "batch_invariance", "sentinel"]
+)
+def test_bitwise(oracle, decode):
+    s = spec(variant=(v.causal(), v.softcap(20.0)), num_qo_heads=6)
+    getattr(testing, oracle)(testing.make_case(s, [1, 2, 0, 3, 1], [600, 40, 9, 0, 2]), EmulatedCuda(decode))
+
+
+def test_selection():
+    s = spec(num_qo_heads=8, num_kv_heads=2)
+    assert decode_queries(s) == 2
+    assert decode_queries(spec(head_dim=96)) == 0
+    assert decode_queries(spec(variant=(v.rope(64), v.causal()))) == 0  # it maps keys
+    attn = at.Attention(s, backend=EmulatedCuda(), device="cpu")
+    for qo, decodes in (([1, 1], True), ([2, 1], True), ([1, 3], False), ([], True)):
+        batch = testing.lay_out(testing.make_case(s, qo, [9] * len(qo)))
+        assert plan_decodes(attn.plan(batch.index, load=False)) == decodes
+    assert limits_decode(s, at.Limits(8, 16, 100))
+    assert not limits_decode(s, at.Limits(8, 17, 100))
+    assert not limits_decode(spec(head_dim=96), at.Limits(8, 8, 100))
