@@ -85,8 +85,9 @@ class Planner {
   std::vector<int32_t> at_worker;
   std::vector<uint8_t> done;
   std::vector<int64_t> state_end;
-  std::vector<State> states;
-  std::vector<int32_t> merge_rows, merge_slots, merge_leaves;
+  Buffer<State> states;
+  Buffer<int32_t> merge_rows, merge_slots, merge_leaves;
+  size_t num_merges = 0, num_entries = 0;
 };
 
 int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
@@ -112,7 +113,7 @@ int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
     return 1;
   }
   merges();
-  counts = {int64_t(best->count), int64_t(merge_rows.size()) / kMergeFields, int64_t(merge_slots.size()), best->slots};
+  counts = {int64_t(best->count), int64_t(num_merges), int64_t(num_entries), best->slots};
   return 0;
 }
 
@@ -198,10 +199,14 @@ void Planner::find_keys(Tile& t) const {
 template <class F>
 void Planner::each_cell(const Tile& t, F&& f) const {
   const int32_t* qo_index = pr->part[t.part].qo_index;
-  const int32_t u0 = units == 1 ? 0 : t.head_begin, u1 = units == 1 ? 1 : t.head_end;
-  for (int q = t.q_begin; q < t.q_end; ++q) {
+  const int begin = t.q_begin, end = t.q_end;
+  if (units == 1) {
+    for (int q = begin; q < end; ++q) f(qo_index ? int64_t(qo_index[q]) : int64_t(q), q - begin);
+    return;
+  }
+  for (int q = begin; q < end; ++q) {
     const int64_t row = qo_index ? qo_index[q] : q;
-    for (int32_t u = u0; u < u1; ++u) f(row * units + u, q - t.q_begin);
+    for (int32_t u = t.head_begin; u < t.head_end; ++u) f(row * units + u, q - begin);
   }
 }
 
@@ -209,19 +214,24 @@ void Planner::mark_rows() {
   const size_t cells = size_t(pr->num_rows) * size_t(units);
   count.assign(cells, 0);
   first.assign(cells, std::numeric_limits<int32_t>::max());
+  int32_t *counts = count.data(), *firsts = first.data();
   for (const Tile& t : tiles) {
     if (t.keys() == 0) continue;
-    each_cell(t, [&](int64_t cell, int) {
-      count[size_t(cell)] += 1;
-      first[size_t(cell)] = std::min(first[size_t(cell)], t.leaf_begin);
+    const int32_t leaf = t.leaf_begin;
+    each_cell(t, [=](int64_t cell, int) {
+      counts[cell] += 1;
+      firsts[cell] = std::min(firsts[cell], leaf);
     });
   }
   for (Tile& t : tiles) {
     if (t.keys() == 0) continue;
-    each_cell(t, [&](int64_t cell, int) {
-      t.first = t.first && first[size_t(cell)] == t.leaf_begin;
-      t.whole = t.whole && count[size_t(cell)] == 1;
+    const int32_t leaf = t.leaf_begin;
+    bool is_first = true, is_whole = true;
+    each_cell(t, [&, leaf](int64_t cell, int) {
+      is_first &= firsts[cell] == leaf;
+      is_whole &= counts[cell] == 1;
     });
+    t.first = is_first, t.whole = is_whole;
   }
 }
 
@@ -425,15 +435,16 @@ void Planner::keep_if_better(Candidate& c) {
 // 6. Rows that merge.
 
 void Planner::merges() {
-  merge_rows.clear(), merge_slots.clear(), merge_leaves.clear();
+  num_merges = num_entries = 0;
+  const size_t cells = size_t(pr->num_rows) * size_t(units);
+  merge_rows.need(cells * kMergeFields);
   if (best->slots == 0 && pr->num_parts == 1 && units == 1 && !pr->part[0].qo_index) {
     for (int64_t row = pr->part[0].qo_indptr[pr->part[0].num_rows]; row < pr->num_rows; ++row) {
       const int32_t entry[kMergeFields] = {int32_t(row), 0, pr->num_kv_heads, 0, 0};
-      merge_rows.insert(merge_rows.end(), entry, entry + kMergeFields);
+      std::memcpy(merge_rows.get() + kMergeFields * num_merges++, entry, sizeof entry);
     }
     return;
   }
-  const size_t cells = size_t(pr->num_rows) * size_t(units);
   done.assign(cells, 0);
   state_end.assign(cells + 1, 0);
   const Candidate& c = *best;
@@ -445,22 +456,28 @@ void Planner::merges() {
       direct = direct || run.slot == kDirect;
       if (run.slot != kDirect) states_here += run.fold ? 1 : run.leaf_end - run.leaf_begin;
     });
-    each_cell(t, [&](int64_t cell, int) {
-      if (direct) done[size_t(cell)] = 1;
-      state_end[size_t(cell) + 1] += states_here;
+    uint8_t* is_done = done.data();
+    int64_t* next_end = state_end.data() + 1;
+    each_cell(t, [=](int64_t cell, int) {
+      is_done[cell] |= uint8_t(direct);
+      next_end[cell] += states_here;
     });
   }
   for (size_t i = 0; i < cells; ++i) state_end[i + 1] += state_end[i];
-  states.resize(size_t(state_end[cells]));
+  State* all = states.need(size_t(state_end[cells]));
+  merge_slots.need(size_t(state_end[cells]));
+  merge_leaves.need(size_t(state_end[cells]));
   for (size_t i = 0; i < tiles.size(); ++i) {
     const Tile& t = tiles[i];
     each_run(c, i, [&](const Run& run, int32_t) {
       if (run.slot == kDirect) return;
       const int32_t n = run.fold ? 1 : run.leaf_end - run.leaf_begin, queries = int32_t(t.queries());
-      each_cell(t, [&](int64_t cell, int q) {
-        State* to = states.data() + state_end[size_t(cell)];
-        for (int32_t k = 0; k < n; ++k) to[k] = {run.leaf_begin + k, run.slot + k * queries + q};
-        state_end[size_t(cell)] += n;
+      const int32_t leaf = run.leaf_begin, slot = run.slot;
+      int64_t* ends = state_end.data();
+      each_cell(t, [=](int64_t cell, int q) {
+        State* to = all + ends[cell];
+        for (int32_t k = 0; k < n; ++k) to[k] = {leaf + k, slot + k * queries + q};
+        ends[cell] += n;
       });
     });
   }
@@ -473,9 +490,9 @@ void Planner::merges() {
 void Planner::list_row(int64_t row, int32_t unit) {
   const int32_t width = pr->num_kv_heads / units;
   const size_t cell = size_t(row * units + unit);
-  State *begin = states.data() + (cell ? state_end[cell - 1] : 0), *end = states.data() + state_end[cell];
-  if (begin == end && !merge_rows.empty()) {
-    int32_t* last = &merge_rows[merge_rows.size() - kMergeFields];
+  State *begin = states.get() + (cell ? state_end[cell - 1] : 0), *end = states.get() + state_end[cell];
+  if (begin == end && num_merges) {
+    int32_t* last = merge_rows.get() + (num_merges - 1) * kMergeFields;
     if (last[0] == row && last[3] == last[4] && last[2] == unit * width) {
       last[2] = (unit + 1) * width;
       return;
@@ -485,14 +502,13 @@ void Planner::list_row(int64_t row, int32_t unit) {
     return a.leaf != b.leaf ? a.leaf < b.leaf : a.slot < b.slot;
   };
   if (!std::is_sorted(begin, end, rises)) std::sort(begin, end, rises);
-  const int32_t from = int32_t(merge_slots.size());
-  for (State* s = begin; s != end; ++s) {
-    merge_slots.push_back(s->slot);
-    merge_leaves.push_back(s->leaf);
-  }
-  const int32_t entry[kMergeFields] = {int32_t(row), unit * width, (unit + 1) * width, from,
-                                       int32_t(merge_slots.size())};
-  merge_rows.insert(merge_rows.end(), entry, entry + kMergeFields);
+  const size_t from = num_entries;
+  num_entries += size_t(end - begin);
+  int32_t *slots = merge_slots.get() + from, *leaves = merge_leaves.get() + from;
+  for (State* s = begin; s != end; ++s) *slots++ = s->slot, *leaves++ = s->leaf;
+  const int32_t entry[kMergeFields] = {int32_t(row), unit * width, (unit + 1) * width, int32_t(from),
+                                       int32_t(num_entries)};
+  std::memcpy(merge_rows.get() + kMergeFields * num_merges++, entry, sizeof entry);
 }
 
 void Planner::take(int32_t* out) const {
@@ -510,14 +526,14 @@ void Planner::take(int32_t* out) const {
     out[13] = rounded(c.costs.get()[id]);
     out += kWorkFields;
   }
-  const auto put = [&out](const std::vector<int32_t>& v) {
-    if (!v.empty()) std::memcpy(out, v.data(), v.size() * sizeof(int32_t));
-    out += v.size();
+  const auto put = [&out](const int32_t* from, size_t n) {
+    if (n) std::memcpy(out, from, n * sizeof(int32_t));
+    out += n;
   };
-  put(c.worker_indptr);
-  put(merge_rows);
-  put(merge_slots);
-  put(merge_leaves);
+  put(c.worker_indptr.data(), c.worker_indptr.size());
+  put(merge_rows.get(), num_merges * kMergeFields);
+  put(merge_slots.get(), num_entries);
+  put(merge_leaves.get(), num_entries);
 }
 
 // Behind a call, because code that the compiler knows to work on a thread's own object looks its address up again at
