@@ -22,7 +22,10 @@ def scale_of(value: Any) -> float:
     """sm_scale as a float; a finite number is asked for."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
         raise DtypeError("sm_scale", "must be a number", type(value).__name__)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer past every float
+        number = math.inf
     if not math.isfinite(number):
         raise ArgumentError("sm_scale", "must be finite", number)
     return number

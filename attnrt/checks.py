@@ -46,7 +46,10 @@ def real(value: Any, label: str, low: float | None = None, above: float | None =
     """A finite number, at least ``low`` or greater than ``above``; bool, complex, strings and arrays are refused."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.floating, np.integer)):
         raise DtypeError(label, "must be a number", f"{value!r} ({type(value).__name__})")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer past every float
+        number = math.inf
     if not math.isfinite(number):
         raise ArgumentError(label, "must be finite", number)
     if low is not None and number < low:

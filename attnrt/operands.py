@@ -182,6 +182,8 @@ def split_kv(spec: AttentionSpec, kv: Any) -> tuple[Any, Any]:
         return kv, None
     if isinstance(kv, (tuple, list)):
         if len(kv) == 2:
+            if kv[1] is None:  # below, no V means that V lies in K's rows
+                raise DtypeError("v", "must be an array", "None", "V inside K's rows: shared_kv")
             return kv[0], kv[1]
         raise ArgumentError("kv", "must be a pair (k, v)", f"{len(kv)} arrays")
     raise ArgumentError(

@@ -14,6 +14,7 @@ import numpy as np
 
 from attnrt.arguments import check_capture, param_of, placer, scale_of
 from attnrt.backends.base import Call
+from attnrt.checks import flag
 from attnrt.device import Device
 from attnrt.dispatch import features_of_plan, require, with_mask
 from attnrt.errors import ArgumentError, CaptureError, PlanError, UnsupportedError
@@ -217,6 +218,8 @@ class Runtime:
     ) -> tuple[Call, Any, Any, tuple[Any, ...]]:
         """The checked call, out and lse as the caller gets them, and what keeps memory alive."""
         out, lse, return_lse = results
+        if return_lse.__class__ is not bool:
+            return_lse = flag(return_lse, "return_lse")
         spec = self.spec
         loaded = self.tenant.loaded
         if loaded is None or (plan is not None and loaded.plan is not plan):

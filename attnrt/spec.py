@@ -124,6 +124,8 @@ def _check_pairs(variant: Composed, head_dim: int, head_dim_vo: int) -> None:
 def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 1:
         raise ArgumentError(name, "must be an integer of at least 1", repr(value))
+    if int(value) >= 2**31:
+        raise ArgumentError(name, "must fit in int32", f"a number of {int(value).bit_length()} bits")
     return int(value)
 
 
@@ -132,6 +134,8 @@ def _finite(name: str, value: object) -> float:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ArgumentError(name, "must be a number", repr(value)) from None
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise ArgumentError(name, "must be finite", number)
     return number

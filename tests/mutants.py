@@ -131,9 +131,9 @@ PYTHON = (
     ),
     Mutant(
         name="a prefix is cut inside a leaf",
-        file="scheduler/align.py",
-        old="    if not gaps and not any(_mixed(part, req_class) for part in parts):",
-        new="    if not any(_mixed(part, req_class) for part in parts):",
+        file="scheduler/plan.py",
+        old="        parts, limits = aligned.parts, aligned.limits\n",
+        new="        limits = (None,) * len(parts)\n",
         test="cases/test_one_request.py formats/test_run.py -k 'sha256 or forms_of_one_index'",
     ),
     Mutant(
@@ -210,9 +210,9 @@ NATIVE_MUTANTS = (
     Mutant(
         name="states fold from the right",
         file=HEADERS + "merge.h",
-        old="      const int64_t slot = call.plan.merge_slots[i];\n      if (i == row.slot_begin)",
-        new="      const int64_t slot = call.plan.merge_slots[row.slot_end - 1 - (i - row.slot_begin)];\n      if (i == row.slot_begin)",
-        test="backends/test_cpu_bits.py -k workers_and_schedulers",
+        old="      const int64_t slot = call.plan.merge_slots[i];",
+        new="      const int64_t slot = call.plan.merge_slots[row.slot_end - 1 - i + row.slot_begin];",
+        test="cases/test_one_request.py -k 'sha256 and not reference'",
         kind="native",
     ),
     Mutant(
@@ -224,11 +224,11 @@ NATIVE_MUTANTS = (
         kind="native",
     ),
     Mutant(
-        name="dead rows of K are read",
-        file=HEADERS + "attend.h",
-        old="      k_row[j] = live ? k + ",
-        new="      k_row[j] = true ? k + ",
-        test="cases/test_kernel.py -k 'c02 and cpu'",
+        name="holes are seen",
+        file=HEADERS + "softmax.h",
+        old="seen[j] = tile.live[j];",
+        new="seen[j] = -1;",
+        test="backends/test_cpu.py -k out_of_range_ids",
         kind="native",
     ),
     Mutant(
@@ -354,9 +354,9 @@ def run(mutant: Mutant) -> str | None:
         )
     for line in done.stdout.splitlines():
         if line.startswith(("FAILED ", "ERROR ")):
-            return line.split(" ", 2)[1].removeprefix("tests/")
+            return line.split(" - ")[0].split(" ", 1)[1].removeprefix("tests/")
     if done.returncode < 0:
-        return f"killed by signal {-done.returncode}"
+        return f"{mutant.test} (the process died of signal {-done.returncode})"
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return None
 

@@ -56,6 +56,12 @@ class BoundParams:
 def _number(param: Param, value: Any) -> np.ndarray:
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__") or isinstance(value, str):
         raise DtypeError(param.name, f"must be a {param.dtype} number or array", type(value).__name__)
+    if (
+        isinstance(value, int) and abs(value) >= 2**127
+    ):  # too large for a float: Python would raise OverflowError
+        raise ArgumentError(
+            param.name, f"must fit in {param.dtype}", f"a number of {value.bit_length()} bits"
+        )
     if param.dtype == "float32":
         with np.errstate(over="ignore"):
             return np.asarray(np.float32(value))

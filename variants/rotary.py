@@ -28,6 +28,9 @@ from attnrt.variants.variant import PairMap, Param, Variant, input_node
 
 __all__ = ["rope", "rope_frequencies", "rope_phases"]
 
+#: The largest float; integers past it are refused before Python raises OverflowError.
+LARGEST = 2.0**1023 * (2 - 2.0**-52)
+
 # What each scaling rule needs, and what it may have (with the default).
 RULES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "default": ((), {}),
@@ -64,7 +67,7 @@ def _rule(scaling: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
     for key, value in numbers.items():
         if key in ("truncate", "attention_factor") and (value is None or isinstance(value, bool)):
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST:
             raise ArgumentError(f"rope: scaling[{key!r}]", "must be a number above 0", repr(value))
     return name, {**optional, **numbers}
 
@@ -87,7 +90,7 @@ def rope_frequencies(
     """
     if isinstance(dim, bool) or not hasattr(dim, "__index__") or dim < 2 or dim % 2:
         raise ArgumentError("rope: dim", "must be an even number of at least 2", repr(dim))
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 0 < theta <= LARGEST:
         raise ArgumentError("rope: theta", "must be a finite number above 0", repr(theta))
     name, numbers = _rule(scaling)
     base = float(theta) ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)

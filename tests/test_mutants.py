@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script of planted faults: every substitution still finds its place, and a few mutants really turn their test red."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+_found = importlib.util.spec_from_file_location("mutants", ROOT / "tests" / "mutants.py")
+mutants = importlib.util.module_from_spec(_found)
+sys.modules["mutants"] = mutants
+_found.loader.exec_module(mutants)
+
+
+def test_every_fault_finds_its_place():
+    """The text that a mutant replaces is in its file once, and its test's module exists."""
+    places = [(m.file, m.old) for m in mutants.MUTANTS] + [(file, old) for file, old, _ in mutants.NATIVE]
+    for file, old in places:
+        assert (ROOT / file).read_text().count(old) == 1, f"{file}: {old!r}"
+    for mutant in mutants.MUTANTS:
+        assert all((ROOT / "tests" / word).exists() for word in mutant.test.split() if word.endswith(".py"))
+    kinds = [m.kind for m in mutants.MUTANTS]
+    assert len(kinds) >= 24 and kinds.count("native") >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["window off by one", "lse in base 2", "a prefix is cut inside a leaf", "lse keeps base 2"]
+)
+def test_a_planted_fault_turns_its_test_red(name):
+    (mutant,) = (m for m in mutants.MUTANTS if m.name == name)
+    assert mutants.run(mutant) is not None
