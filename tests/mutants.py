@@ -228,7 +228,7 @@ NATIVE_MUTANTS = (
         file=HEADERS + "softmax.h",
         old="seen[j] = tile.live[j];",
         new="seen[j] = -1;",
-        test="backends/test_cpu.py -k out_of_range_ids",
+        test="cases/test_fuzz.py -k 'nan_everywhere and cpu'",
         kind="native",
     ),
     Mutant(
