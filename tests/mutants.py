@@ -260,10 +260,10 @@ CUDA_MUTANTS = (
         kind="cuda",
     ),
     Mutant(
-        name="states fold the other way round",
+        name="32 states fold from the right",
         file=KERNELS + "merge.cuh",
-        old="          fold(s, b);",
-        new="          State other = b;\n          fold(other, s);\n          s = other;",
+        old="const long long mine = state_of(first + min(lane_, count - 1), head);",
+        new="const long long mine = state_of(first + count - 1 - min(lane_, count - 1), head);",
         test="cases/test_one_request.py -k gpu",
         kind="cuda",
     ),
