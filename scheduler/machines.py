@@ -16,7 +16,7 @@ from attnrt.scheduler.base import NumericClass, Ruler, Traits
 __all__ = ["APPEND_RULER", "DECODE_RULER", "MACHINES", "ONE_LEAF", "token_traits", "traits_of"]
 
 #: Decode: short leaves first, so that few short requests still fill a machine, long ones after, so that states stay few.
-DECODE_RULER = Ruler(steps=((4, 256), (6, 512), (12, 1024)), tail=2048)
+DECODE_RULER = Ruler(steps=((4, 256), (14, 512), (24, 1024)), tail=2048)
 
 #: A chunk of a prompt against a long cache: its tiles are compute-bound, so leaves are long.
 APPEND_RULER = Ruler(tail=4096)

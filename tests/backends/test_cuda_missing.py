@@ -40,7 +40,7 @@ def test_without_a_driver(no_driver, backend):
 def test_plans_need_no_driver(no_driver):
     index = at.formats.ragged([0, 1], [0, 5000])
     traits = nvrtc.NvrtcBackend().traits(SPEC, index.features, at.TensorView(np.ones(1)).device)
-    assert traits.num_workers == 264 and len(at.make_plan(SPEC, index, traits).work.items)
+    assert traits.num_workers == 528 and len(at.make_plan(SPEC, index, traits).work.items)
 
 
 def test_the_doctor_mends_a_missing_driver(no_driver):

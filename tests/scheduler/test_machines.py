@@ -35,14 +35,15 @@ def test_h200_classes():
     names = [traits.classes[traits.class_of(rows)].name for rows in (1, 64, 65, 2048, 2049, 10**9)]
     assert names == ["decode", "decode", "append", "append", "prefill", "prefill"]
     decode, append, prefill = traits.classes
-    assert [decode.ruler.start(leaf) for leaf in (0, 1, 4, 5, 10, 22, 23)] == [
+    assert [decode.ruler.start(leaf) for leaf in (0, 1, 4, 5, 10, 18, 42, 43)] == [
         0,
         256,
         1024,
         1536,
         4096,
-        16384,
-        18432,
+        8192,
+        32768,
+        34816,
     ]
     assert append.ruler.start(3) == 12288 and prefill.ruler.leaf_of(10**9) == 0
     assert all(klass.q_tile % 16 == 0 and klass.kv_tile % 16 == 0 for klass in traits.classes)

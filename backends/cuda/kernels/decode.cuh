@@ -160,11 +160,12 @@ class Decode {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {  // all in flight before the first is stored
       const int r = (i * L::kThreads + threadIdx.x) / L::kDim, d = threadIdx.x % L::kDim;
-      x[i] = Element(0);
-      if (meta_.qo_row[r] >= 0) {
-        x[i] = reinterpret_cast<const Element*>(p_.q)[static_cast<long long>(meta_.qo_row[r]) * p_.q_stride_row +
-                                                      static_cast<long long>(meta_.qo_head[r]) * p_.q_stride_head + d];
-      }
+      const int row = meta_.qo_row[r];  // of a row that is not there, the first one is read instead: no branch
+      const long long at = row < 0 ? 0
+                                   : static_cast<long long>(row) * p_.q_stride_row +
+                                         static_cast<long long>(meta_.qo_head[r]) * p_.q_stride_head;
+      x[i] = reinterpret_cast<const Element*>(p_.q)[at + d];
+      if (row < 0) x[i] = Element(0);
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
