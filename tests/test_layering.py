@@ -31,7 +31,13 @@ LAYERS = (
         {"registry"},
     ),
     *({"fold", "spec", "merge"}, {"formats"}, {"scheduler", "variants"}, {"backends"}),
-    *({"layout", "operands", "arguments"}, {"dispatch"}, {"loading", "workspace", "append", "repeat"}, {"runtime"}, {"api"}),
+    *(
+        {"layout", "operands", "arguments"},
+        {"dispatch"},
+        {"loading", "workspace", "append", "repeat"},
+        {"runtime"},
+        {"api"},
+    ),
     *({"testing", "integrations"}, {"bench", "doctor", "examples"}, {"cli"}),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory of the tile kernel, as constants of its configuration. The host computes the same total (render.py asks the
-// compiled kernel through attnrt_smem_bytes), so that occupancy and the opt-in above 48 KB never disagree with the code.
+// Shared memory of the tile kernel, as constants of its configuration. The host computes the same total (render.py asks
+// the compiled kernel through attnrt_smem_bytes), so that occupancy and the opt-in above 48 KB never disagree with the
+// code.
 #pragma once
 #include "cursor.cuh"
 #include "types.cuh"
@@ -9,8 +10,8 @@ namespace attnrt {
 
 __host__ __device__ constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-// Config: q_type, kv_type, out_type (Dtype); group, head_dim, head_dim_vo, m_blocks (16-row blocks per tile), kv_tile, stages
-// (int); shared_kv (bool). Variant: the printed variant struct.
+// Config: q_type, kv_type, out_type (Dtype); group, head_dim, head_dim_vo, m_blocks (16-row blocks per tile), kv_tile,
+// stages (int); shared_kv (bool). Variant: the printed variant struct.
 template <class Config, class Variant>
 struct Layout {
   static constexpr int kWarps = 4;
@@ -58,20 +59,20 @@ constexpr int kDeadKey = -2147483647 - 1;
 template <class L>
 struct Meta {
   static constexpr int kRows = L::kRows;
-  int pos[L::kStages][L::kTile];             // kDeadKey: no key
-  int slot[L::kStages][L::kTile];            // read by ctx.kv_slot and key hooks
-  int pos_min[L::kStages][L::kWarps];        // over live keys
+  int pos[L::kStages][L::kTile];       // kDeadKey: no key
+  int slot[L::kStages][L::kTile];      // read by ctx.kv_slot and key hooks
+  int pos_min[L::kStages][L::kWarps];  // over live keys
   int pos_max[L::kStages][L::kWarps];
   int all_live[L::kStages][L::kWarps];
-  float reduce[L::kWarps][L::kRows];         // row maxima, then row sums
-  int qo_row[L::kRows];                      // row of q; rows past the tile's end have -1
+  float reduce[L::kWarps][L::kRows];  // row maxima, then row sums
+  int qo_row[L::kRows];               // row of q; rows past the tile's end have -1
   int qo_head[L::kRows];
   int qo_pos[L::kRows];
   int request[L::kRows];
-  int low[L::kRows];                         // visible key positions, inclusive
+  int low[L::kRows];  // visible key positions, inclusive
   int high[L::kRows];
-  int limit[L::kRows];                       // true request length: keys at offsets >= it are not there
-  long long mask_bit[L::kRows];              // bit of the key at offset 0, or kNoMask
+  int limit[L::kRows];           // true request length: keys at offsets >= it are not there
+  long long mask_bit[L::kRows];  // bit of the key at offset 0, or kNoMask
   int mask_from[L::kRows];
   int low_max, high_min, limit_min, any_mask;
 };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Folds the stored states of rows that several items share, then finishes them. One warp per (row, query head), lanes over columns.
+// Folds the stored states of rows that several items share, then finishes them. One warp per (row, query head), lanes
+// over columns.
 #pragma once
 #include "attnrt_variant.h"
 #include "finish.cuh"
@@ -9,16 +10,18 @@ namespace attnrt {
 template <class Config, class Variant>
 class Merge {
   static constexpr int kCols = (Config::head_dim_vo + 31) / 32;  // columns per lane
-  static constexpr bool kVector = Config::head_dim_vo % 32 == 0 && (kCols == 2 || kCols == 4);  // neighbours, else lane, lane + 32, ...
+  static constexpr bool kVector =
+      Config::head_dim_vo % 32 == 0 && (kCols == 2 || kCols == 4);  // neighbours, else lane, lane + 32, ...
   static constexpr int kBatch = kCols <= 4 ? 8 : kCols <= 8 ? 4 : 2;
-  static constexpr int kLevels = 24;                             // pairwise tree: up to 2^24 leaves
+  static constexpr int kLevels = 24;  // pairwise tree: up to 2^24 leaves
 
   struct State {
     float m, l, acc[kCols];
   };
 
  public:
-  __device__ __forceinline__ Merge(const RunParams& p, const ParamRef* params) : p_(p), params_(params), lane_(threadIdx.x % 32) {}
+  __device__ __forceinline__ Merge(const RunParams& p, const ParamRef* params)
+      : p_(p), params_(params), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
     const int warps = blockDim.x / 32 * gridDim.x;
@@ -84,8 +87,8 @@ class Merge {
     for (int i = 0; i < kCols; ++i) a.acc[i] = fold_acc(f, a.acc[i], b.acc[i]);
   }
 
-  // In order. What a state needs is read for many at once, since each read costs the latency of memory: the heads of 32 states by the
-  // lanes, then the accumulators of kBatch.
+  // In order. What a state needs is read for many at once, since each read costs the latency of memory: the heads of 32
+  // states by the lanes, then the accumulators of kBatch.
   __device__ __forceinline__ State sequential(const MergeRow& row, int head) const {
     State s = empty();
 #pragma unroll 1
@@ -116,7 +119,8 @@ class Merge {
     return s;
   }
 
-  // Spans split at the largest power of two below them: a binary counter over the absolute leaf index, missing leaves empty.
+  // Spans split at the largest power of two below them: a binary counter over the absolute leaf index, missing leaves
+  // empty.
   __device__ __forceinline__ State pairwise(const MergeRow& row, int head) const {
     State stack[kLevels];
     int depth = 0, e = row.slot_begin;
@@ -143,8 +147,8 @@ class Merge {
     return s;
   }
 
-  // Request and position of the row, for a sink or an output hook that reads them; -1: no request has it (padding). Merge rows do
-  // not carry them, since few variants ask: the warp looks the row up in the parts.
+  // Request and position of the row, for a sink or an output hook that reads them; -1: no request has it (padding).
+  // Merge rows do not carry them, since few variants ask: the warp looks the row up in the parts.
   __device__ __forceinline__ void find_request(Ctx& c) const {
 #pragma unroll 1
     for (int i = 0; i < p_.plan->num_parts && c.request < 0; ++i) {

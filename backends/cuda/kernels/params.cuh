@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host hands to the kernels: one struct by value per launch, and a header in the workspace that changes with the plan.
+// What the host hands to the kernels: one struct by value per launch, and a header in the workspace that changes with
+// the plan.
 //
-// A captured graph freezes the struct, so it holds only what outlives a plan (addresses of the workspace, the caller's tensors,
-// parameters of the variant). Everything that a later plan may change (parts, counts, work) is read through those addresses.
-// python: backends/cuda/pack.py writes the same layouts; a test compares the sizes and offsets.
+// A captured graph freezes the struct, so it holds only what outlives a plan (addresses of the workspace, the caller's
+// tensors, parameters of the variant). Everything that a later plan may change (parts, counts, work) is read through
+// those addresses. python: backends/cuda/pack.py writes the same layouts; a test compares the sizes and offsets.
 #pragma once
 
 namespace attnrt {
@@ -15,14 +16,16 @@ __device__ __forceinline__ void wait_for_predecessors() {
 #endif
 }
 
-// Lets the CTAs of the next kernel start where there is room; they wait for the end of this one (wait_for_predecessors).
+// Lets the CTAs of the next kernel start where there is room; they wait for the end of this one
+// (wait_for_predecessors).
 __device__ __forceinline__ void release_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Division of a 31-bit number by a constant: n / d = (n * mul) >> (32 + shift), or n >> shift when mul is 0 (d a power of two).
+// Division of a 31-bit number by a constant: n / d = (n * mul) >> (32 + shift), or n >> shift when mul is 0 (d a power
+// of two).
 struct FastDiv {
   unsigned divisor;
   unsigned mul;
@@ -45,7 +48,8 @@ struct PagedKv {
   int vectors;          // 1: base and strides are multiples of 16 bytes, rows come by 16-byte asynchronous copies
 };
 
-// One part of the index (formats/base.py BlockSparse); pointers into the workspace or to the caller's bound arrays, null where absent.
+// One part of the index (formats/base.py BlockSparse); pointers into the workspace or to the caller's bound arrays,
+// null where absent.
 struct PartDesc {
   const int* qo_index;
   const int* request;

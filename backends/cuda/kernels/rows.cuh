@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The query side of a tile: which rows it holds, what each may see, and Q itself in shared memory. Rows of a tile are the item's
-// queries times the query heads of one KV head (grouped-query packing): row r is query r / group, head r % group. An item with more
-// rows than the tile has is walked in passes, `first` being the row at which a pass starts.
+// The query side of a tile: which rows it holds, what each may see, and Q itself in shared memory. Rows of a tile are
+// the item's queries times the query heads of one KV head (grouped-query packing): row r is query r / group, head r %
+// group. An item with more rows than the tile has is walked in passes, `first` being the row at which a pass starts.
 #pragma once
 #include "attnrt_variant.h"
 #include "layout.cuh"
@@ -24,10 +24,11 @@ __device__ __forceinline__ Ctx row_ctx(const RunParams& p, const M& meta, int r,
   return c;
 }
 
-// Fills the row tables (Meta, DecodeMeta) for one (item, KV head); one warp, a lane per row. Rows past the item's queries see nothing.
+// Fills the row tables (Meta, DecodeMeta) for one (item, KV head); one warp, a lane per row. Rows past the item's
+// queries see nothing.
 template <class Config, class Variant, class M>
-__device__ __forceinline__ void fill_rows(const RunParams& p, const ParamRef* params, const WorkItem& item, const PartDesc& part,
-                                          int kv_head, int first, M& meta) {
+__device__ __forceinline__ void fill_rows(const RunParams& p, const ParamRef* params, const WorkItem& item,
+                                          const PartDesc& part, int kv_head, int first, M& meta) {
   static_assert(M::kRows <= 32, "a lane per row");
   const int r = threadIdx.x % 32;
   const int query = item.q_begin + (first + r) / Config::group;
@@ -79,8 +80,8 @@ __device__ __forceinline__ void fill_rows(const RunParams& p, const ParamRef* pa
 
 // The same, visible to all of the CTA.
 template <class Config, class Variant, class M>
-__device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* params, const WorkItem& item, const PartDesc& part,
-                                          int kv_head, int first, M& meta) {
+__device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* params, const WorkItem& item,
+                                          const PartDesc& part, int kv_head, int first, M& meta) {
   if (threadIdx.x < 32) fill_rows<Config, Variant>(p, params, item, part, kv_head, first, meta);
   __syncthreads();
 }
@@ -99,7 +100,8 @@ __device__ __forceinline__ void map_pairs(typename Bits<T>::type* row, int first
   }
 }
 
-// Q of the tile into shared memory, zeros in padded rows and columns; the query hook is applied in float32 and rounded once.
+// Q of the tile into shared memory, zeros in padded rows and columns; the query hook is applied in float32 and rounded
+// once.
 template <class Config, class Variant>
 __device__ __forceinline__ void load_q(const RunParams& p, const ParamRef* params, int kv_head, char* smem,
                                        const Meta<Layout<Config, Variant>>& meta) {
