@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from attnrt.backends.cuda import driver, pack
-from attnrt.backends.cuda.render import ATTEND, DECODE, DECODE_SMEM, MERGE, SMEM, THREADS, entry_names
+from attnrt.backends.cuda.render import (
+    ATTEND,
+    DECODE,
+    DECODE_SMEM,
+    MERGE,
+    MERGE_CTAS,
+    SMEM,
+    THREADS,
+    entry_names,
+)
 from attnrt.backends.cuda.select import limits_decode, plan_decodes
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
@@ -25,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaKernel", "DriverModule", "Module", "launch"]
 
-#: CTAs of the merge kernel per multiprocessor: fixed, for a captured graph; four warps each take (row, head) pairs in turn.
-MERGE_CTAS = 4
 #: (row, head) pairs that a CTA of the merge kernel folds at a time.
 MERGE_WARPS = THREADS // 32
 

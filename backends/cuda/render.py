@@ -43,6 +43,8 @@ SMEM_BYTES = {
     DECODE: "attnrt::DecodeShape::kOffsetMeta + sizeof(attnrt::DecodeMeta<attnrt::DecodeShape, attnrt::Variant>)",
 }
 THREADS = 128
+#: CTAs of the merge kernel per multiprocessor: fixed, for a captured graph; four warps each take (row, head) pairs in turn.
+MERGE_CTAS = 4
 
 _ROOT = Path(__file__).resolve().parent
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"\s*$', re.M)
@@ -103,6 +105,7 @@ extern "C" __device__ const int {DECODE_SMEM} = {SMEM_BYTES[DECODE]};
 extern "C" __global__ void __launch_bounds__({THREADS}, {DECODE_CTAS})
 {DECODE}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char ring[];
+  attnrt::prefetch_plan(launch.run.plan);
   attnrt::wait_for_predecessors();
   attnrt::release_dependents();
   attnrt::Decode<attnrt::Config, attnrt::Variant>(launch.run, launch.params, ring).run();
@@ -137,14 +140,16 @@ extern "C" __device__ const int {SMEM} = {SMEM_BYTES[ATTEND]};
 extern "C" __global__ void __launch_bounds__({THREADS}, {config.ctas_per_sm})
 {ATTEND}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(128) char smem[];
+  attnrt::prefetch_plan(launch.run.plan);
   attnrt::wait_for_predecessors();
   attnrt::release_dependents();
   attnrt::Attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem).run();
 }}
 
 {_DECODE_TEXT if decode else ""}
-extern "C" __global__ void __launch_bounds__({THREADS})
+extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
 {MERGE}(const __grid_constant__ attnrt::Launch launch) {{
+  attnrt::prefetch_plan(launch.run.plan);
   attnrt::wait_for_predecessors();
   attnrt::Merge<attnrt::Config, attnrt::Variant>(launch.run, launch.params).run();
 }}
