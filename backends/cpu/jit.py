@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants compiled on first use: one C++ file that includes the kernel headers, into a cache that processes share.
+"""Variants compiled on first use: one C++ file of the variant and its hooks, into a cache that processes share.
 
 An entry's name is the hash of everything that can change its machine code: compiler version, options, rendered source and
 the text of every header. An entry is written beside its place, loaded once, and published by one rename. Its last 32 bytes
@@ -96,8 +96,11 @@ def render(variant: Composed) -> str:
         f"  return attnrt_cpu::variant::{name}_worker<attnrt::Variant>(call, w, n);\n}}"
         for name in ("attend", "merge")
     )
+    bare = (
+        "" if getattr(variant, "texts", ()) else "#define ATTNRT_BUILTIN_MATH\n"
+    )  # a user's text may call <cmath>
     return (
-        f'#include "attnrt_cpu/standard.h"\n{variant.cpp_source()}\n'
+        f'{bare}#include "attnrt_cpu/standard.h"\n{variant.cpp_source()}\n'
         f'#define ATTNRT_FAMILY variant\n#include "attnrt_cpu/kernels.h"\n{exports}\n'
     )
 

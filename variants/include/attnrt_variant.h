@@ -35,9 +35,15 @@
 #else
 #define ATTNRT_HD inline __attribute__((always_inline))
 #endif
-#if !defined(__CUDACC_RTC__)
+// ATTNRT_BUILTIN_MATH: no header, for text that is all printed; <cmath> takes longer to compile than a variant.
+#if !defined(__CUDACC_RTC__) && !defined(ATTNRT_BUILTIN_MATH)
 #include <cmath>
 #include <cstring>
+#endif
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define ATTNRT_LIBM(name) name
+#else
+#define ATTNRT_LIBM(name) __builtin_##name
 #endif
 
 namespace attnrt {
@@ -83,7 +89,7 @@ ATTNRT_HD float bits_to_float(unsigned b) {
   return __uint_as_float(b);
 #else
   float f;
-  std::memcpy(&f, &b, 4);
+  __builtin_memcpy(&f, &b, 4);
   return f;
 #endif
 }
@@ -92,7 +98,7 @@ ATTNRT_HD unsigned float_to_bits(float f) {
   return __float_as_uint(f);
 #else
   unsigned b;
-  std::memcpy(&b, &f, 4);
+  __builtin_memcpy(&b, &f, 4);
   return b;
 #endif
 }
@@ -228,16 +234,16 @@ ATTNRT_HD T max_of(T a, T b) {
 // that vectorises (libm calls do not). Errors of the host forms, in units in the last place: exp 2, log 3, tanh 4,
 // sinpi and cospi 2; a test holds them.
 
-ATTNRT_HD float f_abs(float x) { return fabsf(x); }
-ATTNRT_HD float f_floor(float x) { return floorf(x); }
-ATTNRT_HD float f_ceil(float x) { return ceilf(x); }
-ATTNRT_HD float f_sqrt(float x) { return sqrtf(x); }
-ATTNRT_HD float f_rsqrt(float x) { return 1.0f / sqrtf(x); }
-ATTNRT_HD float f_pow(float x, float y) { return powf(x, y); }
-ATTNRT_HD float f_sin(float x) { return sinf(x); }
-ATTNRT_HD float f_cos(float x) { return cosf(x); }
-ATTNRT_HD float f_floordiv(float a, float b) { return floorf(a / b); }
-ATTNRT_HD float f_mod(float a, float b) { return a - floorf(a / b) * b; }
+ATTNRT_HD float f_abs(float x) { return ATTNRT_LIBM(fabsf)(x); }
+ATTNRT_HD float f_floor(float x) { return ATTNRT_LIBM(floorf)(x); }
+ATTNRT_HD float f_ceil(float x) { return ATTNRT_LIBM(ceilf)(x); }
+ATTNRT_HD float f_sqrt(float x) { return ATTNRT_LIBM(sqrtf)(x); }
+ATTNRT_HD float f_rsqrt(float x) { return 1.0f / ATTNRT_LIBM(sqrtf)(x); }
+ATTNRT_HD float f_pow(float x, float y) { return ATTNRT_LIBM(powf)(x, y); }
+ATTNRT_HD float f_sin(float x) { return ATTNRT_LIBM(sinf)(x); }
+ATTNRT_HD float f_cos(float x) { return ATTNRT_LIBM(cosf)(x); }
+ATTNRT_HD float f_floordiv(float a, float b) { return ATTNRT_LIBM(floorf)(a / b); }
+ATTNRT_HD float f_mod(float a, float b) { return a - ATTNRT_LIBM(floorf)(a / b) * b; }
 
 #if defined(__CUDA_ARCH__) || defined(__CUDACC_RTC__)
 

@@ -5,6 +5,14 @@
 #include <immintrin.h>
 #endif
 
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <utility>
+
+#include "attnrt_cpu/scratch.h"
 #include "attnrt_cpu/standard.h"
 #include "prebuilt.h"
 

@@ -5,6 +5,14 @@
 namespace attnrt_cpu {
 namespace ATTNRT_FAMILY {
 
+#include "attnrt_cpu/simd.h"
+#include "attnrt_cpu/stores.h"
+#include "attnrt_cpu/loops.h"
+#include "attnrt_cpu/state.h"
+#include "attnrt_cpu/resolve.h"
+#include "attnrt_cpu/softmax.h"
+#include "attnrt_cpu/attend.h"
+#include "attnrt_cpu/merge.h"
 #include "attnrt_cpu/loads.h"
 #include "attnrt_cpu/micro.h"
 #include "attnrt_cpu/store.h"

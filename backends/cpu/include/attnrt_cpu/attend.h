@@ -7,10 +7,10 @@
 // other choices here (blocks, order of heads, skipped tiles, direct or widened rows) change no bit. Leaves of a folded run
 // fold left to right; under the pairwise tree the planner gives every leaf its own state.
 
-template <class V>
 struct Attend {
   const attnrt_call &call;
-  const attnrt::ParamRef *p;
+  const Hooks &hooks;
+  const Params p;
   const WorkItem &item;
   const attnrt_part &part;
   const attnrt_class &klass;
@@ -21,7 +21,8 @@ struct Attend {
   Tile tile, next_tile;
   bool has_next;  // next_tile is the tile after this one, of the same list
   float *zeros, *q, *run_acc, *leaf_acc, *run_ml, *leaf_ml, *s, *alpha, *fresh, *k_wide, *v_wide;
-  RowOf<V> *row_of;
+  Row *row_of;
+  char *row_values;
   Sight *sight;
   int32_t *seen;
   const void **k_row, **v_row, **ahead_row;
@@ -29,15 +30,15 @@ struct Attend {
   const RowLoops *k_loops, *v_loops;
   WidenRow widen;
 
-  Attend(const attnrt_call &c, const WorkItem &i)
-      : call(c), p(static_cast<const attnrt::ParamRef *>(c.params)), item(i), part(c.plan.parts[i.part]),
+  Attend(const attnrt_call &c, const Hooks &h, const WorkItem &i)
+      : call(c), hooks(h), p(static_cast<Params>(c.params)), item(i), part(c.plan.parts[i.part]),
         klass(c.plan.classes[i.klass]), group(c.num_qo_heads / c.num_kv_heads), num_queries(i.q_end - i.q_begin),
         rows(num_queries * group), heads_at_once(klass.token_major ? i.head_end - i.head_begin : 1), dim(c.head_dim),
         dim_vo(c.head_dim_vo), dim_pad((dim + NR - 1) / NR * NR), dim_vo_pad((dim_vo + NR - 1) / NR * NR),
         kv_tile(klass.kv_tile), lds(kv_tile + 16), loops(*static_cast<const Loops *>(c.loops)), widen(loops.widen[c.kv_dtype]) {
     const bool small = c.kv_dtype != ATTNRT_F32;
-    direct_k = !V::has_key && dim % W == 0 && !(small && rows > 4);
-    direct_v = !V::has_value && dim_vo % W == 0 && !(small && rows > 4);
+    direct_k = !h.key && dim % W == 0 && !(small && rows > 4);
+    direct_v = !h.value && dim_vo % W == 0 && !(small && rows > 4);
     k_loops = &loops.rows[direct_k ? c.kv_dtype : ATTNRT_F32];
     v_loops = &loops.rows[direct_v ? c.kv_dtype : ATTNRT_F32];
   }
@@ -55,7 +56,8 @@ struct Attend {
     fresh = c.take<float>(rows + W);
     k_wide = c.take<float>(static_cast<int64_t>(kv_tile) * dim_pad + 8 * dim_pad);
     v_wide = c.take<float>(static_cast<int64_t>(kv_tile) * dim_vo_pad + dim_vo_pad);
-    row_of = c.take<RowOf<V>>(all);
+    row_of = c.take<Row>(all);
+    row_values = c.take<char>(all * hooks.values_size);
     sight = c.take<Sight>(rows);
     seen = c.take<int32_t>(kv_tile);
     k_row = c.take<const void *>(kv_tile + 8);
@@ -90,7 +92,7 @@ struct Attend {
       for (int r = 0; r < rows; ++r) {
         const int query = item.q_begin + r / group, request = part.request[query];
         const int kv_len = kv_len_of(plan, request);
-        RowOf<V> &row = row_of[h * rows + r];
+        Row &row = row_of[h * rows + r];
         attnrt::Ctx &c = row.ctx;
         c.request = request;
         c.qo_pos = part.qo_pos[query] - (plan.kv_lens[request] - kv_len);
@@ -101,10 +103,11 @@ struct Attend {
         c.qo_row = part.qo_index ? part.qo_index[query] : query;
         c.qo_len = plan.qo_lens[request];
         c.kv_len = kv_len;
-        row.row = V::row(p, c);
         row.low = INT32_MIN;
         row.high = INT32_MAX;
-        if constexpr (V::has_mask) V::visible(row.row, row.low, row.high);
+        char *values = row_values + (h * rows + r) * hooks.values_size;
+        row.values = values;
+        hooks.row(p, c, values, row.low, row.high);
         row.limit = kv_len;
         row.mask_from = INT64_MAX;
         row.mask_bit = 0;
@@ -114,14 +117,9 @@ struct Attend {
         }
         float *to = q + static_cast<int64_t>(h * rows + r) * dim_pad;
         widen_q(call.q, c.qo_row * call.q_stride_row + c.qo_head * call.q_stride_head, dim, dim_pad, to);
-        if constexpr (V::has_query) {
-          const int count = attnrt::pair_count(V::query_pairing, V::query_dim ? V::query_dim : dim);
-          const int over = V::query_dim ? V::query_dim : dim;
-          for (int d = 0; d < count; ++d)
-            V::query(p, c, d, to[attnrt::pair_first(V::query_pairing, d)], to[attnrt::pair_second(V::query_pairing, over, d)]);
-        }
+        if (hooks.query) hooks.query(p, c, dim, to);
         // Without a logits hook q.k comes out as a base-2 logit.
-        const float scale = V::has_logits || !V::use_softmax ? call.sm_scale : call.sm_scale * LOG2_E;
+        const float scale = hooks.logits ? call.sm_scale : call.sm_scale * LOG2_E;
         for (int d = 0; d < dim; ++d) to[d] = to[d] * scale;
       }
   }
@@ -144,12 +142,7 @@ struct Attend {
       return;
     }
     widen(call.k.ptr, tile.k[j] + head * call.k.stride_head, dim, dim_pad, to);
-    if constexpr (V::has_key) {
-      const attnrt::Ctx c = key_ctx(head, j);
-      const int over = V::key_dim ? V::key_dim : dim, count = attnrt::pair_count(V::key_pairing, over);
-      for (int d = 0; d < count; ++d)
-        V::key(p, c, d, to[attnrt::pair_first(V::key_pairing, d)], to[attnrt::pair_second(V::key_pairing, over, d)]);
-    }
+    if (hooks.key) hooks.key(p, key_ctx(head, j), dim, to);
   }
 
   void wide_v_row(int head, int j, float *to) const {
@@ -158,12 +151,7 @@ struct Attend {
       return;
     }
     widen(call.v.ptr, tile.v[j] + head * call.v.stride_head, dim_vo, dim_vo_pad, to);
-    if constexpr (V::has_value) {
-      const attnrt::Ctx c = key_ctx(head, j);
-      const int over = V::value_dim ? V::value_dim : dim_vo, count = attnrt::pair_count(V::value_pairing, over);
-      for (int d = 0; d < count; ++d)
-        V::value(p, c, d, to[attnrt::pair_first(V::value_pairing, d)], to[attnrt::pair_second(V::value_pairing, over, d)]);
-    }
+    if (hooks.value) hooks.value(p, key_ctx(head, j), dim_vo, to);
   }
 
   // Addresses of rows [k0, k1) and of as many more as the loops read ahead.
@@ -240,7 +228,7 @@ struct Attend {
 
   void scores_many(int head, int r0, int r1, int k0, int k1) {
     const int64_t size = element_size(call.kv_dtype);
-    const bool in_place = call.kv_dtype == ATTNRT_F32 && !V::has_key;
+    const bool in_place = call.kv_dtype == ATTNRT_F32 && !hooks.key;
     float *wide = k_wide + static_cast<int64_t>(kv_tile) * dim_pad;
     for (int j = k0 / NR * NR; j < k1; j += NR) {
       fetch(call.v, tile, tile.v, head, j, j + NR, dim_vo);
@@ -274,7 +262,7 @@ struct Attend {
       const float *row = wide;
       if (!tile.live[j]) {
         row = zeros;
-      } else if (call.kv_dtype == ATTNRT_F32 && !V::has_value && dim_vo % NR == 0) {
+      } else if (call.kv_dtype == ATTNRT_F32 && !hooks.value && dim_vo % NR == 0) {
         row = static_cast<const float *>(call.v.ptr) + tile.v[j] + head * call.v.stride_head;
       } else {
         wide_v_row(head, j, wide);
@@ -298,10 +286,10 @@ struct Attend {
   // ---- one tile of one head: h counts the heads held at once ----
 
   void step(int h, int head) {
-    const RowOf<V> *mine = row_of + static_cast<int64_t>(h) * rows;
+    const Row *mine = row_of + static_cast<int64_t>(h) * rows;
     int r0 = rows, r1 = 0, k0 = kv_tile, k1 = 0;
     for (int r = 0; r < rows; ++r) {
-      sight[r] = sight_of<V>(mine[r], tile);
+      sight[r] = sight_of(hooks, mine[r], tile);
       if (sight[r].begin >= sight[r].end) continue;
       if (r < r0) r0 = r;
       r1 = r + 1;
@@ -313,7 +301,7 @@ struct Attend {
       scores_few(h, head, r0, r1, k0, k1);
     else
       scores_many(head, r0, r1, k0, k1);
-    const bool uneven = soften<V>(mine, p, part, tile, sight, r0, r1, k0, k1, lds, seen, s,
+    const bool uneven = soften(hooks, mine, p, part, tile, sight, r0, r1, k0, k1, lds, seen, s,
                                   leaf_ml + static_cast<int64_t>(h) * rows * 2, alpha, fresh);
     if (klass.token_major)
       values_few(h, head - h, r0, r1, k0, k1, uneven);
@@ -399,16 +387,15 @@ struct Attend {
       return;
     }
     for (int64_t i = 0; i < count; ++i)
-      finish<V>(call, p, row_of[i].ctx, row_of[i].ctx.qo_row, run_ml + 2 * i, run_acc + i * dim_vo_pad);
+      finish(call, hooks, row_of[i].ctx, row_of[i].ctx.qo_row, run_ml + 2 * i, run_acc + i * dim_vo_pad);
   }
 };
 
-template <class V>
-static int attend_worker(const attnrt_call *call, int worker, int) {
+static int attend_items(const attnrt_call *call, const Hooks &hooks, int worker) {
   const attnrt_plan &plan = call->plan;
   const WorkItem *items = reinterpret_cast<const WorkItem *>(plan.items);
   for (int i = plan.worker_indptr[worker]; i < plan.worker_indptr[worker + 1]; ++i) {
-    Attend<V> attend(*call, items[i]);
+    Attend attend(*call, hooks, items[i]);
     if (!attend.run()) return 1;
   }
   return 0;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The inner loops as a table. None of them depends on the variant, so they are compiled once per family (micro.h) and a
-// variant compiled on first use only calls them: that keeps its compilation short.
+// The inner loops as a table. None of them depends on the variant, so they are compiled once per family (micro.h).
 
 constexpr int NR = 2 * W;  // keys (or numbers of V) per packed panel
 
@@ -19,7 +18,11 @@ struct RowLoops {
   AccumulateRows accumulate[2][4];
 };
 
+static int attend_items(const attnrt_call *call, const Hooks &hooks, int worker);
+static int merge_rows(const attnrt_call *call, const Hooks &hooks, int worker, int num_workers);
+
 struct Loops {
+  Drivers drivers;  // first: all that a variant calls
   RowLoops rows[5];  // by element type
   WidenRow widen[5];
   // panel[d * NR + i] = rows[i][d] for 8 rows.

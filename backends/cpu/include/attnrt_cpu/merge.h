@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Fold the partial states of rows that no single item finishes.
 
-template <class V>
 struct Merge {
   const attnrt_call &call;
-  const attnrt::ParamRef *p;
+  const Hooks &hooks;
   float *ml, *acc;        // states of the pairwise tree's stack, the running state first
   int32_t level[40];
 
@@ -89,19 +88,18 @@ struct Merge {
         pairwise(row, head);
       else
         sequential(row, head);
-      finish<V>(call, p, c, row.qo_row, ml, acc);
+      finish(call, hooks, c, row.qo_row, ml, acc);
     }
   }
 };
 
-template <class V>
-static int merge_worker(const attnrt_call *call, int worker, int num_workers) {
+static int merge_rows(const attnrt_call *call, const Hooks &hooks, int worker, int num_workers) {
   const attnrt_plan &plan = call->plan;
   constexpr int kStack = 40;
   const size_t ml_bytes = kStack * 2 * sizeof(float);
   if (!scratch().reserve(ml_bytes + kStack * sizeof(float) * static_cast<size_t>(call->head_dim_vo))) return 1;
-  Merge<V> merge{*call, static_cast<const attnrt::ParamRef *>(call->params), reinterpret_cast<float *>(scratch().memory),
-                 reinterpret_cast<float *>(scratch().memory + ml_bytes), {}};
+  Merge merge{*call, hooks, reinterpret_cast<float *>(scratch().memory),
+              reinterpret_cast<float *>(scratch().memory + ml_bytes), {}};
   const MergeRow *rows = reinterpret_cast<const MergeRow *>(plan.merges);
   for (int64_t i = worker; i < plan.num_merges; i += num_workers) merge.run(rows[i]);
   return 0;

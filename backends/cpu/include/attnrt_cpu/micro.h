@@ -258,6 +258,7 @@ static void panel_accumulate_all(int rows, const float *p, int64_t ldp, const fl
 }
 
 static const Loops loops = {
+    {attend_items, merge_rows},
     {row_loops<F32>(), row_loops<F16>(), row_loops<BF16>(), row_loops<E4M3>(), row_loops<E5M2>()},
     {widen_row<F32>, widen_row<F16>, widen_row<BF16>, widen_row<E4M3>, widen_row<E5M2>},
     transpose8,

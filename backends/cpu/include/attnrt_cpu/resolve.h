@@ -31,18 +31,6 @@ static int64_t leaf_start(const attnrt_class &klass, int64_t leaf) {
   return offset + leaf * klass.tail;
 }
 
-// Keys [first, first + kv_tile) of a request, by offset. Key j of the tile has the arrays' entry j.
-struct Tile {
-  int64_t first;
-  int begin, end;    // hull of the live keys, counted in the tile
-  bool holes;        // some key inside the hull is dead
-  bool linear;       // position of key j is pos[0] + j
-  int32_t *pos;      // [kv_tile]
-  int32_t *live;     // [kv_tile] -1 live, 0 dead
-  int64_t *slot;     // [kv_tile] slot in the pool
-  int64_t *k, *v;    // [kv_tile] first element of head 0's row
-};
-
 // Fill `tile` for list (row, head) of a part. `begin`, `end`: offsets outside which the item does not look.
 static void resolve(const attnrt_call &call, const attnrt_part &part, int row, int head, int64_t begin, int64_t end, int kv_tile,
                     Tile &tile) {

@@ -41,8 +41,7 @@ ATTNRT_INLINE vf float_of(vi x) { return reinterpret_cast<vf>(x); }
 ATTNRT_INLINE vf splat(float x) { return vf{ATTNRT_EACH(x)}; }
 ATTNRT_INLINE vi splat_int(int32_t x) { return vi{ATTNRT_EACH(x)}; }
 
-// One rounding where the family has the instruction. GCC's own names spare a variant's compilation the half second that
-// <immintrin.h> takes.
+// One rounding where the family has the instruction.
 ATTNRT_INLINE vf fma(vf a, vf b, vf c) {
 #if ATTNRT_LANES == 4
   return a * b + c;
@@ -144,6 +143,5 @@ ATTNRT_INLINE vf exp2_nonpositive(vf x) {
 // One lane of the vector form, so that a fold uses the same function as a tile.
 ATTNRT_INLINE float exp2_nonpositive(float x) { return exp2_nonpositive(splat(x))[0]; }
 
-constexpr float LOG2_E = 1.44269504088896340736f;
 constexpr double LN_2 = 0.693147180559945309417;
 ATTNRT_INLINE float minus_infinity() { return -__builtin_inff(); }

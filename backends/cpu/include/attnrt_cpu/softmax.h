@@ -1,25 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // From raw scores to weights, one query-head row of one tile: scale, logits hook, masks, running maximum, exp2.
 
-// A query-head row of an item.
-template <class V>
-struct RowOf {
-  attnrt::Ctx ctx;         // kv_pos and kv_slot unset
-  typename V::Row row;     // what the variant keeps per row
-  int low, high;           // visible positions, inclusive
-  int64_t limit;           // offset past the last key of the row's request
-  int64_t mask_bit;        // bit of the key at offset 0 in the index's mask (may be negative)
-  int64_t mask_from;       // offset of the first masked key; INT64_MAX: no mask
-};
-
 // What a row sees of a tile: keys [begin, end), less those whose `seen` is 0 if `partial`.
 struct Sight {
   int begin, end;
   bool partial;
 };
 
-template <class V>
-ATTNRT_INLINE Sight sight_of(const RowOf<V> &r, const Tile &tile) {
+ATTNRT_INLINE Sight sight_of(const Hooks &hooks, const Row &r, const Tile &tile) {
   Sight s{tile.begin, tile.end, tile.holes};
   const int64_t limit = r.limit - tile.first;
   if (limit < s.end) s.end = static_cast<int>(limit > 0 ? limit : 0);
@@ -27,67 +15,29 @@ ATTNRT_INLINE Sight sight_of(const RowOf<V> &r, const Tile &tile) {
     const int64_t a = static_cast<int64_t>(r.low) - tile.pos[0], b = static_cast<int64_t>(r.high) - tile.pos[0] + 1;
     if (a > s.begin) s.begin = static_cast<int>(a < s.end ? a : s.end);
     if (b < s.end) s.end = static_cast<int>(b > s.begin ? b : s.begin);
-  } else if constexpr (V::has_mask) {
+  } else if (hooks.has_mask) {
     s.partial = true;
   }
-  if constexpr (V::has_mask && !V::mask_is_interval) s.partial = true;
-  if constexpr (V::reads_index_mask)
-    if (r.mask_from < tile.first + s.end) s.partial = true;
+  if (hooks.mask) s.partial = true;
+  if (hooks.reads_index_mask && r.mask_from < tile.first + s.end) s.partial = true;
   if (s.end < s.begin) s.end = s.begin;
   return s;
 }
 
 // seen[j] = -1 or 0 for keys of the sight.
-template <class V>
-static void fill_seen(const RowOf<V> &r, const attnrt::ParamRef *p, const attnrt_part &part, const Tile &tile, const Sight &s,
+static void fill_seen(const Hooks &hooks, const Row &r, Params p, const attnrt_part &part, const Tile &tile, const Sight &s,
                       int32_t *seen) {
   for (int j = s.begin; j < s.end; ++j) seen[j] = tile.live[j];
-  if constexpr (V::has_mask) {
-    if (!tile.linear)
-      for (int j = s.begin; j < s.end; ++j) seen[j] &= -static_cast<int32_t>((tile.pos[j] >= r.low) & (tile.pos[j] <= r.high));
-    if constexpr (!V::mask_is_interval) {
-      attnrt::Ctx c = r.ctx;
-      for (int j = s.begin; j < s.end; ++j) {
-        c.kv_pos = tile.pos[j];
-        c.kv_slot = seen[j] ? tile.slot[j] : 0;
-        seen[j] &= -static_cast<int32_t>(V::mask(p, r.row, c));
-      }
-    }
-  }
-  if constexpr (V::reads_index_mask) {
+  if (hooks.has_mask && !tile.linear)
+    for (int j = s.begin; j < s.end; ++j) seen[j] &= -static_cast<int32_t>((tile.pos[j] >= r.low) & (tile.pos[j] <= r.high));
+  if (hooks.mask) hooks.mask(p, r, tile, s.begin, s.end, seen);
+  if (hooks.reads_index_mask) {
     const int64_t from = r.mask_from - tile.first;
     for (int j = from > s.begin ? static_cast<int>(from < s.end ? from : s.end) : s.begin; j < s.end; ++j) {
       const int64_t bit = r.mask_bit + tile.first + j;
       const bool inside = bit >= 0 && bit < 8 * part.mask_bytes;
       seen[j] &= inside ? -static_cast<int32_t>((part.mask[bit >> 3] >> (bit & 7)) & 1) : 0;
     }
-  }
-}
-
-// Logits hook over keys [begin, end), base 2 if there is a softmax.
-template <class V>
-static void apply_logits(const RowOf<V> &r, const attnrt::ParamRef *p, const Tile &tile, int begin, int end, float *s) {
-  constexpr float unit = V::use_softmax ? LOG2_E : 1.0f;  // a weight of -0 would read as a key not seen: + 0
-  const attnrt::Ctx base = r.ctx;
-  const typename V::Row row = r.row;
-  const int32_t *pos = tile.pos;
-  const int64_t *slot = tile.slot;
-  const int32_t *live = tile.live;
-  if (tile.linear && !tile.holes) {
-#pragma GCC ivdep
-    for (int j = begin; j < end; ++j) {
-      attnrt::Ctx c = base;
-      c.kv_pos = pos[0] + j;
-      c.kv_slot = slot[j];
-      s[j] = V::logits(p, row, c, s[j]) * unit + 0.0f;
-    }
-    return;
-  }
-  for (int j = begin; j < end; ++j) {
-    attnrt::Ctx c = base;
-    c.kv_pos = pos[j];
-    c.kv_slot = live[j] ? slot[j] : 0;
-    s[j] = V::logits(p, row, c, s[j]) * unit + 0.0f;
   }
 }
 
@@ -104,20 +54,19 @@ static float max_or_nan(const float *s, int u0, int u1) {
 // Logits of one row, in place of its scores, over keys [u0, u1) (multiples of W around all rows' sights). Keys that the row does
 // not see get the hidden value: -inf, softmax-free -0.0. Returns the largest logit, -inf if no key is seen; softmax-free: 0 or
 // -inf.
-template <class V>
-static float logits_of(const RowOf<V> &r, const attnrt::ParamRef *p, const attnrt_part &part, const Tile &tile, const Sight &sight,
+static float logits_of(const Hooks &hooks, const Row &r, Params p, const attnrt_part &part, const Tile &tile, const Sight &sight,
                        int u0, int u1, int32_t *seen, float *s) {
-  const vf hidden = splat(V::use_softmax ? minus_infinity() : -0.0f);
+  const vf hidden = splat(hooks.use_softmax ? minus_infinity() : -0.0f);
   if (sight.begin >= sight.end) {
     for (int j = u0; j < u1; j += W) store(s + j, hidden);
     return minus_infinity();
   }
-  if constexpr (V::has_logits || !V::use_softmax) apply_logits<V>(r, p, tile, sight.begin, sight.end, s);
+  if (hooks.logits) hooks.logits(p, r, tile, sight.begin, sight.end, s);
   bool any_seen = true;
   if (sight.begin > u0 || sight.end < u1 || sight.partial) {
     if (sight.partial) {
       for (int j = u0; j < u1; ++j) seen[j] = 0;
-      fill_seen<V>(r, p, part, tile, sight, seen);
+      fill_seen(hooks, r, p, part, tile, sight, seen);
     }
     const vi first = splat_int(sight.begin), last = splat_int(sight.end);
     vi some = splat_int(0);
@@ -130,7 +79,7 @@ static float logits_of(const RowOf<V> &r, const attnrt::ParamRef *p, const attnr
     }
     any_seen = any(some);
   }
-  if constexpr (!V::use_softmax) return any_seen ? 0.0f : minus_infinity();
+  if (!hooks.use_softmax) return any_seen ? 0.0f : minus_infinity();
   vf top = hidden;
   for (int j = u0; j < u1; j += W) top = at_least(top, load(s + j));  // passes over NaN, which the sum will meet
   const float best = max_lane(top);
@@ -158,14 +107,13 @@ ATTNRT_INLINE float weights_of(float *s, int u0, int u1, float m, vi *uneven) {
 // All rows [r0, r1) of a tile, whose scores over the hull [k0, k1) of their sights lie in s: weights, running maxima and sums
 // (ml), factors on acc (alpha). The rows' own arrays are `rows_of`, `sight` and `ml`, the scratch `fresh` [rows + W]. Returns
 // whether some row does not see some key of the hull. Three sweeps, so that short chains of operations overlap.
-template <class V>
-static bool soften(const RowOf<V> *rows_of, const attnrt::ParamRef *p, const attnrt_part &part, const Tile &tile, const Sight *sight,
+static bool soften(const Hooks &hooks, const Row *rows_of, Params p, const attnrt_part &part, const Tile &tile, const Sight *sight,
                    int r0, int r1, int k0, int k1, int64_t lds, int32_t *seen, float *s, float *ml, float *alpha, float *fresh) {
   const int u0 = k0 / W * W, u1 = (k1 + W - 1) / W * W;
   bool uneven = false;
   for (int r = r0; r < r1; ++r) {
     if (sight[r].begin > k0 || sight[r].end < k1 || sight[r].partial) uneven = true;
-    const float best = logits_of<V>(rows_of[r], p, part, tile, sight[r], u0, u1, seen, s + r * lds);
+    const float best = logits_of(hooks, rows_of[r], p, part, tile, sight[r], u0, u1, seen, s + r * lds);
     const float old = ml[2 * r];
     const bool unseen = best == minus_infinity();
     const float m = unseen ? 0.0f : best > old || best != best ? best : old;
@@ -174,7 +122,7 @@ static bool soften(const RowOf<V> *rows_of, const attnrt::ParamRef *p, const att
     if (!unseen) ml[2 * r] = m;
     uneven |= unseen;
   }
-  if constexpr (!V::use_softmax) {
+  if (!hooks.use_softmax) {
     for (int r = r0; r < r1; ++r) alpha[r] = 1.0f;
     return uneven;
   }

@@ -1,13 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels take from outside, included before any compiler target is set: its inline functions must stay portable.
+// What kernels take from outside, included before any compiler target is set: its inline functions must stay portable. No
+// header of the C++ library: <cmath> alone would take longer than the rest of a variant's compilation.
 #pragma once
-#include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <utility>
 
 #include "attnrt_cpu/abi.h"
-#include "attnrt_cpu/scratch.h"
 #include "attnrt_variant.h"

@@ -24,10 +24,10 @@ static void combine(float *a_ml, float *a_acc, const float *b_ml, const float *b
 }
 
 // Write row `qo_row` of query head c.qo_head. `acc` is destroyed.
-template <class V>
-static void finish(const attnrt_call &call, const attnrt::ParamRef *p, const attnrt::Ctx &c, int64_t qo_row, const float *ml,
+static void finish(const attnrt_call &call, const Hooks &hooks, const attnrt::Ctx &c, int64_t qo_row, const float *ml,
                    float *acc) {
   const int dim = call.head_dim_vo;
+  const Params p = static_cast<Params>(call.params);
   const int64_t out = qo_row * call.out_stride_row + c.qo_head * call.out_stride_head;
   float *lse = call.lse ? call.lse + qo_row * call.lse_stride_row + c.qo_head * call.lse_stride_head : nullptr;
   if (is_empty(ml)) {
@@ -36,9 +36,9 @@ static void finish(const attnrt_call &call, const attnrt::ParamRef *p, const att
     return;
   }
   float m = ml[0], l = ml[1];
-  if constexpr (V::use_softmax) {
-    if constexpr (V::has_sink) {
-      const float sink = V::sink(p, c) * LOG2_E;
+  if (hooks.use_softmax) {
+    if (hooks.sink) {
+      const float sink = hooks.sink(p, c) * LOG2_E;
       const float top = m > sink ? m : sink;
       const float scale = exp2_nonpositive(m - top);
       l = l * scale + exp2_nonpositive(sink - top);
@@ -49,8 +49,7 @@ static void finish(const attnrt_call &call, const attnrt::ParamRef *p, const att
   }
   // -0 becomes 0: whether a sum of nothing but zeros carries a sign would depend on the keys a tile happened to hold.
   for (int d = 0; d < dim; ++d) acc[d] = acc[d] + 0.0f;
-  if constexpr (V::has_output)
-    for (int d = 0; d < dim; ++d) acc[d] = V::output(p, c, d, acc[d]);
+  if (hooks.output) hooks.output(p, c, dim, acc);
   switch (call.out_dtype) {
     case ATTNRT_F32: __builtin_memcpy(static_cast<float *>(call.out) + out, acc, sizeof(float) * static_cast<size_t>(dim)); break;
     case ATTNRT_BF16:
