@@ -20,6 +20,7 @@ struct Attend {
   bool direct_k, direct_v;  // rows of K (V) can be multiplied where they lie
   Tile tile, next_tile;
   bool has_next;  // next_tile is the tile after this one, of the same list
+  float ones[4] = {1.0f, 1.0f, 1.0f, 1.0f};
   float *zeros, *q, *run_acc, *leaf_acc, *run_ml, *leaf_ml, *s, *alpha, *fresh, *k_wide, *v_wide;
   Row *row_of;
   char *row_values;
@@ -207,11 +208,17 @@ struct Attend {
     float *acc = leaf_acc + static_cast<int64_t>(h) * rows * dim_vo_pad;
     const int length = (dim_vo + W - 1) / W * W;
     const void *const *ahead = rows_ahead(h, head0, k0, k1);
-    for (int r = r0; r < r1; r += 4) {
-      const int n = r1 - r < 4 ? r1 - r : 4;
-      v_loops->accumulate[uneven][n - 1](s + r * lds, lds, v_row, k0, k1, length,
-                                         acc + static_cast<int64_t>(r) * dim_vo_pad, dim_vo_pad, alpha + r, ahead);
-      ahead = nullptr;
+    // Few keys at a time: each is read once per strip of acc, and rows a power of two apart crowd into few sets of the
+    // cache. A factor of one changes no bit.
+    constexpr int kBlock = 16;
+    for (int j = k0; j < k1; j += kBlock) {
+      const int stop = j + kBlock < k1 ? j + kBlock : k1;
+      for (int r = r0; r < r1; r += 4) {
+        const int n = r1 - r < 4 ? r1 - r : 4;
+        v_loops->accumulate[uneven][n - 1](s + r * lds, lds, v_row, j, stop, length,
+                                           acc + static_cast<int64_t>(r) * dim_vo_pad, dim_vo_pad, j == k0 ? alpha + r : ones,
+                                           r == r0 ? ahead : nullptr);
+      }
     }
   }
 
