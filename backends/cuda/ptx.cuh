@@ -188,6 +188,16 @@ ATTNRT_DEV bool mbar_try_wait(u32 bar, u32 parity) {
   return ok != 0;
 }
 
+// The same without ever waiting.
+ATTNRT_DEV bool mbar_test_wait(u32 bar, u32 parity) {
+  u32 ok;
+  asm volatile("{.reg .pred P; mbarrier.test_wait.parity.shared::cta.b64 P, [%1], %2; selp.b32 %0, 1, 0, P;}"
+               : "=r"(ok)
+               : "r"(bar), "r"(parity)
+               : "memory");
+  return ok != 0;
+}
+
 // Waits for the phase of the given parity.
 ATTNRT_DEV void mbar_wait(u32 bar, u32 parity) {
   while (!mbar_try_wait(bar, parity)) {

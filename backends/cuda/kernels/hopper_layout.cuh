@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Hopper prefill family: shared memory, barriers and the walk over a worker's list that loaders and consumers share.
+// Not wired into the runtime yet: benchmarks/experiments/prefill.cu builds, checks and times it.
+//
+// One CTA per SM: a loader warpgroup and Config::warpgroups consumer warpgroups of 64 rows each. Operands lie as wgmma wants them:
+// slabs of 64 elements, a slab row is 128 bytes with the 128-byte swizzle, [slab][row][64]. Q and the K and V tiles have two
+// buffers each; the buffer of a Q that has been multiplied is where its output is staged for 16-byte stores.
+#pragma once
+#include "cursor.cuh"
+#include "finish.cuh"
+
+namespace attnrt {
+
+// A tensor map (CUtensorMap) by value.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// How the box loader sees K and V: 4-D maps (head_dim, token, head, page) of boxes (64, 2^box_log2, 1, 1). A pool whose tokens have
+// one stride across pages is one page of num_slots tokens (page.divisor 2^31), so that boxes may start at any slot.
+struct KvMaps {
+  TensorMap k, v;
+  FastDiv page_k, page_v;
+  int box_log2;  // tokens per box, at most kTile; index blocks, cache pages and list offsets are multiples of it, or the list is affine
+};
+
+enum class Loading { boxes, gather };
+
+// Config: q_type (= kv_type, 16 bits), out_type; group, head_dim, head_dim_vo (multiples of 64), kv_tile, warpgroups.
+template <class Config, class Variant>
+struct HopperLayout {
+  static constexpr int kGroups = Config::warpgroups;
+  static constexpr int kThreads = 128 * (kGroups + 1);
+  static constexpr int kRows = 64 * kGroups;
+  // Registers per thread: what a CTA has (504 for 128 loader and 256 consumer threads; 512 for 128 and 384), loaders first.
+  static constexpr int kLoaderRegs = kGroups == 2 ? 72 : 32;
+  static constexpr int kConsumerRegs = kGroups == 2 ? 216 : 160;
+  static constexpr int kTile = Config::kv_tile;
+  static constexpr int kStages = 2;
+  static constexpr int kDim = Config::head_dim;
+  static constexpr int kDimVo = Config::head_dim_vo;
+  static_assert(kDim % 64 == 0 && kDimVo % 64 == 0 && kDimVo <= kDim, "slabs of 64 elements; the output is staged where Q lay");
+  static_assert(!Variant::has_query && !Variant::has_key && !Variant::has_value, "no hooks on q, k, v yet");
+  static constexpr int kMaskRows = Variant::reads_index_mask ? kRows : 2;
+  static constexpr bool kNeedsSlots = Variant::has_logits || !Variant::mask_is_interval;
+
+  static constexpr int kSlabQ = kRows * 128;   // bytes of one slab
+  static constexpr int kSlabKv = kTile * 128;
+  static constexpr int kBytesQ = kSlabQ * (kDim / 64);
+  static constexpr int kBytesK = kSlabKv * (kDim / 64);
+  static constexpr int kBytesV = kSlabKv * (kDimVo / 64);
+  static constexpr int kOffsetK = 2 * kBytesQ;
+  static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
+  static constexpr int kOffsetMeta = kOffsetV + kStages * kBytesV;
+};
+
+// One pass: up to kRows rows of an item under one KV head.
+struct PassRecord {
+  WorkItem item;
+  int head, first;
+  int begin, stop;  // first tile and one past the last key of the item's first leaf
+  int done;         // 1: no pass, the list has ended
+};
+
+// What loaders tell consumers, and the barriers. A Q buffer, its pass record and its row table are one; so are a stage of K and its
+// key table.
+template <class L>
+struct HopperMeta {
+  int pos[L::kStages][L::kTile];  // positions of the keys; kDeadKey: no key
+  int slot[L::kStages][L::kNeedsSlots ? L::kTile : 4];
+  int4 range[L::kStages][4];      // by 32 keys; x: lowest position, y: highest, of live keys; z: 1 if all are live
+  int4 row[2][L::kRows];          // row of q and out (-1: none), position, lowest and highest visible key position
+  int2 row_request[2][L::kRows];  // request; its true length where the host only knew a bound
+  long long mask_bit[2][L::kMaskRows];
+  int mask_from[2][L::kMaskRows];
+  PassRecord pass[2];
+  unsigned long long q_full[2], q_empty[2];
+  unsigned long long k_full[L::kStages], k_empty[L::kStages];
+  unsigned long long v_full[L::kStages], v_empty[L::kStages];
+  unsigned long long patch;
+};
+
+template <class Config, class Variant>
+constexpr int hopper_smem_bytes() {
+  return HopperLayout<Config, Variant>::kOffsetMeta + sizeof(HopperMeta<HopperLayout<Config, Variant>>);
+}
+
+// Calls f(item, head, first) for every pass of a worker's list, in plan order: an item's KV heads, then every kRows of its rows.
+template <int kRows, int kGroup, class F>
+__device__ __forceinline__ void walk_passes(const RunParams& p, int worker, F&& f) {
+  const int end = p.plan->worker_indptr[worker + 1];
+#pragma unroll 1
+  for (int i = p.plan->worker_indptr[worker]; i < end; ++i) {
+    const WorkItem& item = p.plan->work[i];
+    const int rows = (item.q_end - item.q_begin) * kGroup;
+#pragma unroll 1
+    for (int head = item.head_begin; head < item.head_end; ++head) {
+#pragma unroll 1
+      for (int first = 0; first < rows; first += kRows) f(item, head, first);
+    }
+  }
+}
+
+// First tile and one past the last key of a leaf, as an item sees it. A leaf without keys still has one tile, of dead keys, so that
+// its rows are written by the same code as all others.
+template <int kTile>
+__device__ __forceinline__ void leaf_range(const RunParams& p, const WorkItem& item, int leaf, int& first, int& stop) {
+  const RulerDesc& ruler = p.plan->rulers[item.klass];
+  first = first_tile<kTile>(ruler.start(leaf), item.kv_begin);
+  stop = max(min(ruler.start(leaf + 1), item.kv_end), first + 1);
+}
+
+}  // namespace attnrt

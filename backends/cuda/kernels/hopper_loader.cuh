@@ -1,0 +1,464 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loaders of the Hopper prefill family: they bring Q and the K and V tiles of a worker's list into shared memory, in the order in
+// which consumers want them (K of tile t + 1 before V of tile t), and say which keys a tile holds. Consumers see barriers and the
+// key table only, never how the bytes came.
+//
+// boxes: one warp each for K and V issues TMA boxes, one box per run of 2^box_log2 tokens (a page, or a whole tile where KV is
+//   contiguous); a warp brings Q by 16-byte asynchronous copies and one writes the rows' table. Boxes of few rows stack in a swizzled
+//   tile exactly as one big box would. Keys that are not there: a box without a page is out of bounds and arrives as zeros; the rest of
+//   a page is cleared in V between arrival and hand-over (weight 0 times NaN would be NaN).
+// gather: all four warps copy rows by 16-byte asynchronous copies from any slots; dead rows are zeros, nothing is read for them.
+#pragma once
+#include "hopper_layout.cuh"
+#include "loader.cuh"
+
+namespace attnrt {
+
+// Copies 32 rows of kColumns 16-bit elements into rows row0... of a swizzled tile: lane i holds the element offset of row row0 + i.
+template <int kColumns, int kSlab>
+__device__ __forceinline__ void gather_rows(const char* src, unsigned tile, int row0, long long offset, int lane) {
+  constexpr int kChunks = kColumns / 8;         // 16-byte chunks per row: 8 or 16, or 24, 32
+  constexpr int kPer = kChunks >= 16 ? 2 : 4;   // rows per instruction
+  constexpr int kLanes = 32 / kPer;             // lanes per row
+  const int sub = lane / kLanes, chunk0 = lane % kLanes;
+#pragma unroll
+  for (int i = 0; i < 32; i += kPer) {
+    const long long from = __shfl_sync(0xffffffffu, offset, i + sub);
+    const int row = row0 + i + sub;
+#pragma unroll
+    for (int c = 0; c < kChunks; c += kLanes) {
+      const int chunk = c + chunk0;
+      const unsigned dst = tile + chunk / 8 * kSlab + row * 128 + ((chunk ^ row) & 7) * 16;
+      const char* at = from == kNoRow ? src : src + from * 2 + chunk * 16;
+      if (kChunks % kLanes == 0 || chunk < kChunks) ptx::cp_async16(dst, at, from == kNoRow ? 0 : 16);
+    }
+  }
+}
+
+template <class Config, class Variant, Loading kHow>
+class HopperLoader {
+  using L = HopperLayout<Config, Variant>;
+  using M = HopperMeta<L>;
+
+ public:
+  // Arrivals that complete a full barrier: boxes and the table that goes with them come from two hands.
+  static constexpr int kArrivalsQ = kHow == Loading::boxes ? 2 : 4;
+  static constexpr int kArrivalsK = kHow == Loading::boxes ? 2 : 4;
+  static constexpr int kArrivalsV = kHow == Loading::boxes ? 1 : 4;
+
+  __device__ __forceinline__ HopperLoader(const RunParams& p, const ParamRef* params, const KvMaps& maps, char* smem)
+      : p_(p), params_(params), maps_(maps), base_(ptx::smem_addr(smem)), meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
+    lane_ = threadIdx.x % 32;
+    warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (kHow == Loading::boxes) {
+      if (warp_ == 0) {
+        run_boxes_k();
+      } else if (warp_ == 1) {
+        run_queries();
+      } else if (warp_ == 2) {
+        run_rows();
+      } else {
+        run_boxes_v();
+      }
+    } else {
+      run_gather();
+    }
+  }
+
+ private:
+  // A tile as offsets in the request: its first key, the keys that the item wants, the keys that exist in memory.
+  struct Tile {
+    int offset;
+    int low, high;
+    int live_low, live_high;
+  };
+
+  // ------------------------------------------------------------------ keys
+  // A lane looks up the first key of its box (boxes) or its own key (gather): `at` is the key's place in the tile.
+  __device__ __forceinline__ int lookup_key() const {
+    return kHow == Loading::boxes ? lane_ << maps_.box_log2 : warp_ * 32 + lane_;
+  }
+
+  // Listed block of the key at an offset, or -1. The load is issued a tile ahead: its latency is that of L2 or worse.
+  __device__ __forceinline__ int fetch_block(const PartDesc& part, const KvList& list, const Tile& tile, int offset) const {
+    const int key = offset + lookup_key();
+    const int span = kHow == Loading::boxes ? 1 << maps_.box_log2 : 1;  // a box may begin before what is live in it
+    if (key + span <= tile.live_low || key >= min(tile.live_high, offset + L::kTile)) return -1;
+    if (!list.indices) return 0;
+    unsigned block, token;
+    part.block.split(key - list.offset, block, token);
+    return static_cast<int>(block) < list.entries ? list.indices[block] : -1;
+  }
+
+  // Slot and position of the key whose block that is; slot -1: no key.
+  __device__ __forceinline__ long long slot_in(const PartDesc& part, const KvList& list, int offset, int id, int& pos) const {
+    const int j = offset + lookup_key() - list.offset;
+    pos = list.pos + j;
+    if (id < 0) return -1;
+    long long slot = list.base + j;
+    if (list.indices) {
+      unsigned block, token;
+      part.block.split(j, block, token);
+      slot = static_cast<long long>(id) * part.block.divisor + token;
+      if (list.block_pos) pos = list.block_pos[block] + static_cast<int>(token);
+    }
+    return slot < p_.k.num_slots ? slot : -1;
+  }
+
+  // Writes 32 keys of the key table (this lane's key is there if slot >= 0) and returns what they have in common.
+  __device__ __forceinline__ int4 describe(const Tile& tile, int stage, int key, long long slot, int pos) const {
+    const int offset = tile.offset + key;
+    const bool live = slot >= 0 && offset >= tile.low && offset < tile.high;
+    meta_.pos[stage][key] = live ? pos : kDeadKey;
+    if constexpr (L::kNeedsSlots) meta_.slot[stage][key] = live ? static_cast<int>(slot) : 0;
+    int4 range;
+    range.x = __reduce_min_sync(0xffffffffu, live ? pos : 0x7fffffff);
+    range.y = __reduce_max_sync(0xffffffffu, live ? pos : kDeadKey);
+    range.z = __all_sync(0xffffffffu, live);
+    range.w = 0;
+    return range;
+  }
+
+  // Bounds of what exists in memory under a block row. A list may hold more than its live range; the item may want less of it.
+  __device__ __forceinline__ void live_range(const WorkItem& item, const PartDesc& part, const KvList& list, int& low, int& high) const {
+    low = max(part.kv_begin[item.row], list.offset);
+    high = min(part.kv_end[item.row], bound_limit(p_, item, part));
+  }
+
+  // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's lookup key.
+  template <class F>
+  __device__ __forceinline__ void walk_tiles(F&& f) {
+    walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
+      const PartDesc& part = p_.plan->parts[item.part];
+      if constexpr (kHow == Loading::gather) gather_queries(item, part, head, first);
+      KvList list;
+      list.open(part, item.row, head);
+      Tile tile;
+      live_range(item, part, list, tile.live_low, tile.live_high);
+      tile.low = max(item.kv_begin, tile.live_low);
+      tile.high = min(item.kv_end, tile.live_high);
+#pragma unroll 1
+      for (int leaf = item.leaf_begin; leaf < max(item.leaf_end, item.leaf_begin + 1); ++leaf) {
+        int stop;
+        leaf_range<L::kTile>(p_, item, leaf, tile.offset, stop);
+        int id = fetch_block(part, list, tile, tile.offset);
+#pragma unroll 1
+        for (; tile.offset < stop; tile.offset += L::kTile) {
+          const int next = fetch_block(part, list, tile, tile.offset + L::kTile);
+          int pos;
+          const long long slot = slot_in(part, list, tile.offset, id, pos);
+          f(tile, head, slot, pos);
+          id = next;
+        }
+      }
+    });
+  }
+
+  __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
+
+  // ------------------------------------------------------------------ queries
+  // Offset of row `first + r` of an item in q, or kNoRow.
+  __device__ __forceinline__ long long query_offset(const WorkItem& item, const PartDesc& part, int head, int row) const {
+    const int query = item.q_begin + row / Config::group;
+    if (query >= item.q_end) return kNoRow;
+    const long long qo_row = part.qo_index ? part.qo_index[query] : query;
+    return qo_row * p_.q_stride_row + static_cast<long long>(head * Config::group + row % Config::group) * p_.q_stride_head;
+  }
+
+  // Table entry of row r of a pass.
+  __device__ __forceinline__ void write_row(const WorkItem& item, const PartDesc& part, int head, int first, int r, int buffer) {
+    const int query = item.q_begin + (first + r) / Config::group;
+    int4 row = make_int4(-1, 0, 0x7fffffff, kDeadKey);
+    int2 request = make_int2(0, 0x7fffffff);
+    long long bit = kNoMask;
+    int from = 0;
+    if (query < item.q_end) {
+      request.x = part.request[query];
+      const int shift = bound_shift(p_, request.x);
+      row.x = part.qo_index ? part.qo_index[query] : query;
+      row.y = part.qo_pos[query] + shift;
+      row.z = kDeadKey + 1;
+      row.w = 0x7fffffff;
+      if (p_.plan->bound_kv_lens) request.y = p_.plan->bound_kv_lens[request.x];
+      if constexpr (Variant::has_mask) {
+        Ctx c;
+        c.request = request.x;
+        c.qo_row = row.x;
+        c.qo_pos = row.y;
+        c.kv_head = head;
+        c.qo_head = head * Config::group + (first + r) % Config::group;
+        c.qo_len = p_.plan->qo_lens[request.x];
+        c.kv_len = p_.plan->bound_kv_lens ? request.y : p_.plan->kv_lens[request.x];
+        c.kv_pos = 0;
+        c.kv_slot = 0;
+        Variant::visible(Variant::row(params_, c), row.z, row.w);
+        row.z = max(row.z, kDeadKey + 1);
+      }
+      if constexpr (Variant::reads_index_mask) {
+        if (part.mask_offset && part.mask_offset[query] >= 0) {
+          from = part.mask_begin[item.row] + shift;
+          bit = part.mask_offset[query] - from;
+        }
+      }
+    }
+    meta_.row[buffer][r] = row;
+    meta_.row_request[buffer][r] = request;
+    if constexpr (Variant::reads_index_mask) {
+      meta_.mask_bit[buffer][r] = bit;
+      meta_.mask_from[buffer][r] = from;
+    }
+  }
+
+  // One lane writes the record of a pass.
+  __device__ __forceinline__ void write_pass(const WorkItem& item, int head, int first, int buffer) {
+    PassRecord& pass = meta_.pass[buffer];
+    pass.item = item;
+    pass.head = head;
+    pass.first = first;
+    pass.done = 0;
+    leaf_range<L::kTile>(p_, item, item.leaf_begin, pass.begin, pass.stop);
+  }
+
+  __device__ __forceinline__ void wait_queries(int count) const {
+    ptx::mbar_wait(bar(meta_.q_empty[count & 1]), (count >> 1 & 1) ^ 1);
+  }
+
+  __device__ __forceinline__ void run_rows() {
+    int count = 0;
+    walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
+      const PartDesc& part = p_.plan->parts[item.part];
+      wait_queries(count);
+      if (lane_ == 0) write_pass(item, head, first, count & 1);
+#pragma unroll
+      for (int row = 0; row < L::kRows; row += 32) write_row(item, part, head, first, row + lane_, count & 1);
+      __syncwarp();
+      if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+      ++count;
+    });
+    wait_queries(count);
+    if (lane_ == 0) {
+      meta_.pass[count & 1].done = 1;
+      ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+    }
+  }
+
+  __device__ __forceinline__ void run_queries() {
+    int count = 0;
+    walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
+      const PartDesc& part = p_.plan->parts[item.part];
+      wait_queries(count);
+      copy_queries(item, part, head, first, count & 1, 0, 32);
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+      ++count;
+    });
+    wait_queries(count);
+    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+  }
+
+  __device__ __forceinline__ void copy_queries(const WorkItem& item, const PartDesc& part, int head, int first, int buffer, int row0,
+                                               int step) const {
+#pragma unroll 1
+    for (int row = row0; row < L::kRows; row += step) {
+      gather_rows<L::kDim, L::kSlabQ>(p_.q, base_ + buffer * L::kBytesQ, row, query_offset(item, part, head, first + row + lane_), lane_);
+    }
+  }
+
+  // ------------------------------------------------------------------ boxes
+  // One tile of K or V as kBoxes boxes: lane b holds the coordinates of box b (page -1: nothing there). All coordinates are fetched
+  // before the elected thread issues: under elect.sync an operation costs 26 clocks, in a loop with shuffles 130.
+  template <int kColumns, int kBoxes>
+  __device__ __forceinline__ void issue_boxes(const TensorMap& map, unsigned dst, unsigned full, int token, int page, int head) const {
+    int tokens[kBoxes], pages[kBoxes];
+#pragma unroll
+    for (int b = 0; b < kBoxes; ++b) {
+      tokens[b] = __shfl_sync(0xffffffffu, token, b);
+      pages[b] = __shfl_sync(0xffffffffu, page, b);
+    }
+    if (ptx::elect_one()) {
+      ptx::mbar_arrive_expect_tx(full, L::kTile * kColumns * 2);
+#pragma unroll
+      for (int b = 0; b < kBoxes; ++b)
+#pragma unroll
+        for (int c = 0; c < kColumns / 64; ++c) {
+          ptx::tma_load_4d(dst + b * (L::kTile / kBoxes) * 128 + c * L::kSlabKv, &map, full, c * 64, tokens[b], head, pages[b]);
+        }
+    }
+    __syncwarp();
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void issue(const TensorMap& map, unsigned dst, unsigned full, int token, int page, int head) const {
+    static_assert(L::kTile == 128, "boxes of 16 to 128 tokens");
+    switch (maps_.box_log2) {
+      case 7: return issue_boxes<kColumns, 1>(map, dst, full, token, page, head);
+      case 6: return issue_boxes<kColumns, 2>(map, dst, full, token, page, head);
+      case 5: return issue_boxes<kColumns, 4>(map, dst, full, token, page, head);
+      default: return issue_boxes<kColumns, 8>(map, dst, full, token, page, head);
+    }
+  }
+
+  // Coordinates of a slot under one map.
+  __device__ __forceinline__ static void locate(const FastDiv& div, long long slot, int& token, int& page) {
+    unsigned p, t;
+    div.split(static_cast<unsigned>(slot), p, t);
+    token = slot < 0 ? 0 : static_cast<int>(t);
+    page = slot < 0 ? -1 : static_cast<int>(p);
+  }
+
+  __device__ __forceinline__ void clear_rows(unsigned tile, int first, int stop) const {
+    for (int i = lane_; i < (stop - first) * 8; i += 32) {
+#pragma unroll
+      for (int c = 0; c < L::kDimVo / 64; ++c) {
+        asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(tile + c * L::kSlabKv + first * 128 + i * 16), "r"(0) : "memory");
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run_boxes_v() {
+    if (ptx::elect_one()) ptx::tma_prefetch_map(&maps_.v);
+    int t = 0, patches = 0;
+    walk_tiles([&](const Tile& tile, int head, long long slot, int) {
+      const int stage = t % L::kStages;
+      const unsigned dst = base_ + L::kOffsetV + stage * L::kBytesV;
+      const int from = tile.live_low - tile.offset, to = tile.live_high - tile.offset;  // rows that hold keys
+      int token, page;
+      locate(maps_.page_v, slot, token, page);
+      ptx::mbar_wait(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
+      if (from <= 0 && to >= L::kTile) {
+        issue<L::kDimVo>(maps_.v, dst, bar(meta_.v_full[stage]), token, page, head);
+      } else {
+        issue<L::kDimVo>(maps_.v, dst, bar(meta_.patch), token, page, head);
+        ptx::mbar_wait(bar(meta_.patch), patches & 1);
+        ++patches;
+        clear_rows(dst, 0, min(max(from, 0), L::kTile));
+        clear_rows(dst, max(min(to, L::kTile), 0), L::kTile);
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane_ == 0) ptx::mbar_arrive(bar(meta_.v_full[stage]));
+      }
+      ++t;
+    });
+  }
+
+  __device__ __forceinline__ void run_boxes_k() {
+    if (ptx::elect_one()) ptx::tma_prefetch_map(&maps_.k);
+    int t = 0;
+    walk_tiles([&](const Tile& tile, int head, long long slot, int pos) {
+      const int stage = t % L::kStages;
+      int token, page;
+      locate(maps_.page_k, slot, token, page);
+      ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
+      issue<L::kDim>(maps_.k, base_ + L::kOffsetK + stage * L::kBytesK, bar(meta_.k_full[stage]), token, page, head);
+#pragma unroll
+      for (int part = 0; part < L::kTile / 32; ++part) {
+        const int key = part * 32 + lane_, box = key >> maps_.box_log2, rest = key - (box << maps_.box_log2);
+        const long long first = __shfl_sync(0xffffffffu, slot, box);
+        const int first_pos = __shfl_sync(0xffffffffu, pos, box);
+        const int4 range = describe(tile, stage, key, first < 0 ? -1 : first + rest, first_pos + rest);
+        if (lane_ == 0) meta_.range[stage][part] = range;
+      }
+      __syncwarp();
+      if (lane_ == 0) ptx::mbar_arrive(bar(meta_.k_full[stage]));
+      ++t;
+    });
+  }
+
+  // ------------------------------------------------------------------ gather
+  // The copies of a thread are its own until it has waited and fenced: buffers are handed over two groups late, so that three are
+  // under way. pending_[0] is the older of the two that are.
+  template <int kLater>
+  __device__ __forceinline__ void hand_over(unsigned full) const {
+    if (!full) return;
+    ptx::cp_async_wait<kLater>();
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane_ == 0) ptx::mbar_arrive(full);
+  }
+
+  __device__ __forceinline__ void issued(unsigned full) {
+    ptx::cp_async_commit();
+    hand_over<2>(pending_[0]);
+    pending_[0] = pending_[1];
+    pending_[1] = full;
+  }
+
+  __device__ __forceinline__ void hand_over_all() {
+    hand_over<1>(pending_[0]);
+    hand_over<0>(pending_[1]);
+    pending_[0] = pending_[1] = 0;
+  }
+
+  // Waits for a buffer; if it is still in use, what is under way is handed over first.
+  __device__ __forceinline__ void reserve(unsigned empty, unsigned parity) {
+    if (!__all_sync(0xffffffffu, ptx::mbar_test_wait(empty, parity))) {
+      hand_over_all();
+      ptx::mbar_wait(empty, parity);
+    }
+  }
+
+  __device__ __forceinline__ void gather_queries(const WorkItem& item, const PartDesc& part, int head, int first) {
+    const int buffer = queries_ & 1;
+    reserve(bar(meta_.q_empty[buffer]), (queries_ >> 1 & 1) ^ 1);
+    copy_queries(item, part, head, first, buffer, warp_ * 32, 128);
+#pragma unroll 1
+    for (int row = warp_ * 32; row < L::kRows; row += 128) write_row(item, part, head, first, row + lane_, buffer);
+    if (warp_ == 0 && lane_ == 0) write_pass(item, head, first, buffer);
+    issued(bar(meta_.q_full[buffer]));
+    ++queries_;
+  }
+
+  __device__ __forceinline__ void gather_v(int t, long long slot, int head) {
+    const int stage = t % L::kStages;
+    reserve(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
+    const long long from = slot < 0 ? kNoRow : slot_offset(p_.v, static_cast<unsigned>(slot), head);
+    gather_rows<L::kDimVo, L::kSlabKv>(p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV, warp_ * 32, from, lane_);
+    issued(bar(meta_.v_full[stage]));
+  }
+
+  __device__ __forceinline__ void run_gather() {
+    static_assert(L::kTile == 128, "a warp brings 32 keys");
+    pending_[0] = pending_[1] = 0;
+    queries_ = 0;
+    int t = 0, before_head = 0;
+    long long before = -1;  // V of the tile before is still to come
+    walk_tiles([&](const Tile& tile, int head, long long slot, int pos) {
+      const int stage = t % L::kStages;
+      const long long from = slot < 0 ? kNoRow : slot_offset(p_.k, static_cast<unsigned>(slot), head);
+      reserve(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
+      gather_rows<L::kDim, L::kSlabKv>(p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK, warp_ * 32, from, lane_);
+      const int4 range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
+      if (lane_ == 0) meta_.range[stage][warp_] = range;
+      issued(bar(meta_.k_full[stage]));
+      if (t > 0) gather_v(t - 1, before, before_head);
+      before = slot;
+      before_head = head;
+      ++t;
+    });
+    const int buffer = queries_ & 1;
+    if (t > 0) gather_v(t - 1, before, before_head);
+    hand_over_all();
+    ptx::mbar_wait(bar(meta_.q_empty[buffer]), (queries_ >> 1 & 1) ^ 1);
+    if (lane_ == 0) {
+      if (warp_ == 0) meta_.pass[buffer].done = 1;
+      ptx::mbar_arrive(bar(meta_.q_full[buffer]));
+    }
+  }
+
+  const RunParams& p_;
+  const ParamRef* params_;
+  const KvMaps& maps_;
+  const unsigned base_;
+  M& meta_;
+  int lane_, warp_;
+  unsigned pending_[2];
+  int queries_;
+};
+
+}  // namespace attnrt
