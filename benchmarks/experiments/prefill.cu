@@ -13,75 +13,9 @@
 #include "../../backends/cuda/kernels/hopper_attend.cuh"
 #include "../../backends/cuda/kernels/hopper_loader.cuh"
 #include "common.cuh"
+#include "prefill_variants.hpp"
 
 using namespace attnrt;
-
-// ---------------------------------------------------------------- variants, as the printer would write them
-struct FullVariant {
-  static constexpr bool use_softmax = true, has_logits = false, has_mask = false, has_query = false, has_key = false, has_value = false,
-                        has_output = false, has_sink = false, mask_is_interval = true, reads_index_mask = false;
-  static constexpr int query_pairing = PAIR_NONE, key_pairing = PAIR_NONE, value_pairing = PAIR_NONE, query_dim = 0, key_dim = 0, value_dim = 0;
-  struct Row {
-    int qo_pos;
-  };
-  template <class P>
-  ATTNRT_HD static Row row(const P&, const Ctx& c) {
-    return {c.qo_pos};
-  }
-  template <class P>
-  ATTNRT_HD static float logits(const P&, const Row&, const Ctx&, float s) {
-    return s;
-  }
-  template <class P>
-  ATTNRT_HD static bool mask(const P&, const Row&, const Ctx&) {
-    return true;
-  }
-  ATTNRT_HD static void visible(const Row&, int&, int&) {}
-  template <class P>
-  ATTNRT_HD static float output(const P&, const Ctx&, int, float o) {
-    return o;
-  }
-  template <class P>
-  ATTNRT_HD static float sink(const P&, const Ctx&) {
-    return 0.0f;
-  }
-};
-struct CausalVariant : FullVariant {
-  static constexpr bool has_mask = true;
-  ATTNRT_HD static void visible(const Row& r, int&, int& high) { high = r.qo_pos; }
-};
-struct SoftcapVariant : CausalVariant {
-  static constexpr bool has_logits = true;
-  template <class P>
-  ATTNRT_HD static float logits(const P&, const Row&, const Ctx&, float s) {
-    return 30.0f * f_tanh(s * (1.0f / 30.0f));
-  }
-};
-constexpr int kWindow = 1023;  // left: 1024 keys with the query's own
-struct WindowVariant : CausalVariant {
-  ATTNRT_HD static void visible(const Row& r, int& low, int& high) {
-    low = r.qo_pos - kWindow;
-    high = r.qo_pos;
-  }
-};
-struct AlibiVariant : CausalVariant {
-  static constexpr bool has_logits = true;
-  template <class P>
-  ATTNRT_HD static float logits(const P&, const Row&, const Ctx& c, float s) {
-    return s + (c.kv_pos - c.qo_pos) * (1.0f / 512.0f);
-  }
-};
-
-template <int kGroup, int kHeadDim, int kWarpgroups>
-struct TileConfig {
-  static constexpr Dtype q_type = Dtype::bf16, kv_type = Dtype::bf16, out_type = Dtype::bf16;
-  static constexpr int group = kGroup, head_dim = kHeadDim, head_dim_vo = kHeadDim, kv_tile = 128, warpgroups = kWarpgroups;
-  static constexpr bool shared_kv = false;
-#ifndef FOLDS
-#define FOLDS false
-#endif
-  static constexpr bool folds = FOLDS;
-};
 
 struct Launch {
   RunParams run;
@@ -277,7 +211,7 @@ struct Setup {
   double fixed = 0.8;
 };
 
-template <int kGroup, int kDim, int kWarpgroups, class Variant>
+template <int kGroup, int kDim, int kWarpgroups, class Variant, bool kGather>
 Result run(Bench& b, const Problem& s, const Setup& set) {
   using Config = TileConfig<kGroup, kDim, kWarpgroups>;
   using L = HopperLayout<Config, Variant>;
@@ -444,11 +378,10 @@ Result run(Bench& b, const Problem& s, const Setup& set) {
   launch.clocks = clocks;
 
   // Launch, check, time.
-#ifdef QUICK
   auto kernel = prefill<Config, Variant, Loading::boxes>;
-#else
-  auto kernel = set.gather ? prefill<Config, Variant, Loading::gather> : prefill<Config, Variant, Loading::boxes>;
-#endif
+  if constexpr (kGather) {
+    if (set.gather) kernel = prefill<Config, Variant, Loading::gather>;
+  }
   const int smem = hopper_smem_bytes<Config, Variant>();
   CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem));
   CHECK(cudaGetLastError());
@@ -504,9 +437,9 @@ Result run(Bench& b, const Problem& s, const Setup& set) {
   return res;
 }
 
-template <int kGroup, int kDim, int kWarpgroups, class Variant>
+template <int kGroup, int kDim, int kWarpgroups, class Variant, bool kGather = false>
 Result report(Bench& b, const char* name, const Problem& s, const Setup& set, double target) {
-  const Result r = run<kGroup, kDim, kWarpgroups, Variant>(b, s, set);
+  const Result r = run<kGroup, kDim, kWarpgroups, Variant, kGather>(b, s, set);
   printf("{\"case\":\"%s\",\"B\":%d,\"Sq\":%d,\"Skv\":%d,\"H\":\"%d/%d\",\"D\":%d,\"page\":%d,\"loader\":\"%s\",\"order\":%d,\"workers\":%d,"
          "\"us\":%.1f,\"tflops\":%.1f,\"target\":%.0f,\"ratio\":%.3f,\"err\":%.2e,\"lse_err\":%.1e,\"ghz\":%.3f,\"busy\":%.3f,\"bits\":\"%016llx\"}\n",
          name, s.batch, s.q_len, s.kv_len, s.qo_heads, s.kv_heads, s.dim, set.page, set.gather ? "gather" : "boxes", set.order, workers_of(set.workers),
@@ -525,49 +458,40 @@ static Setup setup(int page, bool gather, int order, int workers = 0, int reps =
   return s;
 }
 
-#ifdef QUICK
-int main() {
-  Bench b;
-  const double fa3[] = {318.8, 443.9, 569.7, 599.6, 629.5, 655.7};
-  for (int i = 0; i < 6; ++i) {
-    const int size = 512 << i;
-    report<1, 128, 2, CausalVariant>(b, QUICK, {16384 / size, size, size, 16, 16, 128}, setup(0, false, size > 4000 ? 32 : 0), fa3[i]);
-  }
-}
-#elif !defined(PREFILL_MAIN)
+#ifndef PREFILL_MAIN
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "all";
   Bench b;
   // Right, with odd lengths, cut pages, few workers, every loader: one digest each.
   for (const Problem s : {Problem{3, 333, 333, 4, 4, 128}, Problem{2, 200, 1111, 4, 4, 128}}) {
     for (int workers : {0, 7}) {
-      report<1, 128, 2, CausalVariant>(b, "check causal", s, setup(0, false, 0, workers, 0), 0);
-      report<1, 128, 2, CausalVariant>(b, "check causal", s, setup(16, false, 0, workers, 0), 0);
-      report<1, 128, 2, CausalVariant>(b, "check causal", s, setup(64, false, 0, workers, 0), 0);
-      report<1, 128, 2, CausalVariant>(b, "check causal", s, setup(1, true, 0, workers, 0), 0);
+      report<1, 128, 2, CausalVariant, true>(b, "check causal", s, setup(0, false, 0, workers, 0), 0);
+      report<1, 128, 2, CausalVariant, true>(b, "check causal", s, setup(16, false, 0, workers, 0), 0);
+      report<1, 128, 2, CausalVariant, true>(b, "check causal", s, setup(64, false, 0, workers, 0), 0);
+      report<1, 128, 2, CausalVariant, true>(b, "check causal", s, setup(1, true, 0, workers, 0), 0);
     }
   }
   const Problem odd{2, 200, 1111, 8, 2, 128};
-  report<4, 128, 2, CausalVariant>(b, "check group 4", odd, setup(0, false, 0, 0, 0), 0);
-  report<4, 128, 2, CausalVariant>(b, "check group 4", odd, setup(16, false, 0, 0, 0), 0);
-  report<4, 128, 2, CausalVariant>(b, "check group 4", odd, setup(16, true, 0, 0, 0), 0);
+  report<4, 128, 2, CausalVariant, true>(b, "check group 4", odd, setup(0, false, 0, 0, 0), 0);
+  report<4, 128, 2, CausalVariant, true>(b, "check group 4", odd, setup(16, false, 0, 0, 0), 0);
+  report<4, 128, 2, CausalVariant, true>(b, "check group 4", odd, setup(16, true, 0, 0, 0), 0);
   if (what == "check") return 0;
 
   const int sizes[] = {512, 1024, 2048, 4096, 8192, 16384};
   const double fa3[] = {318.8, 443.9, 569.7, 599.6, 629.5, 655.7}, fa3_full[] = {495.5, 568.4, 616.8, 655.9, 661.9, 670.8};
   for (int i = 0; i < 6; ++i) {
     const Problem s{16384 / sizes[i], sizes[i], sizes[i], 16, 16, 128};
-    for (int order : {0, 32}) report<1, 128, 2, CausalVariant>(b, "causal", s, setup(0, false, order), fa3[i]);
+    for (int order : {0, 32}) report<1, 128, 2, CausalVariant, true>(b, "causal", s, setup(0, false, order), fa3[i]);
   }
   if (what == "quick") return 0;
   for (int i = 0; i < 6; ++i)
     report<1, 128, 2, FullVariant>(b, "full", {16384 / sizes[i], sizes[i], sizes[i], 16, 16, 128}, setup(0, false, 32), fa3_full[i]);
-  report<4, 128, 2, CausalVariant>(b, "causal", {8, 2048, 2048, 32, 8, 128}, setup(0, false, 32), 556.2);
-  report<4, 128, 2, CausalVariant>(b, "causal", {2, 8192, 8192, 32, 8, 128}, setup(0, false, 32), 617.8);
-  report<4, 128, 2, CausalVariant>(b, "causal", {1, 16384, 16384, 32, 8, 128}, setup(0, false, 32), 644.9);
+  report<4, 128, 2, CausalVariant, true>(b, "causal", {8, 2048, 2048, 32, 8, 128}, setup(0, false, 32), 556.2);
+  report<4, 128, 2, CausalVariant, true>(b, "causal", {2, 8192, 8192, 32, 8, 128}, setup(0, false, 32), 617.8);
+  report<4, 128, 2, CausalVariant, true>(b, "causal", {1, 16384, 16384, 32, 8, 128}, setup(0, false, 32), 644.9);
   for (const Problem s : {Problem{32, 1024, 1024, 32, 8, 128}, Problem{8, 2048, 2048, 32, 8, 128}, Problem{1, 16384, 16384, 32, 8, 128}, Problem{8, 512, 8192, 32, 8, 128}}) {
-    for (int page : {0, 64, 16}) report<4, 128, 2, CausalVariant>(b, "paged", s, setup(page, false, 32), 0);
-    report<4, 128, 2, CausalVariant>(b, "paged", s, setup(1, true, 32), 0);
+    for (int page : {0, 64, 16}) report<4, 128, 2, CausalVariant, true>(b, "paged", s, setup(page, false, 32), 0);
+    report<4, 128, 2, CausalVariant, true>(b, "paged", s, setup(1, true, 32), 0);
   }
   for (int size : {2048, 8192, 16384}) {
     const Problem s{16384 / size, size, size, 16, 16, 128};

@@ -89,7 +89,7 @@ class HopperConsumer {
       if (Config::folds && now.item.fold && leaves > 1) fold(leaf == 0, total_o, total_m, total_l, o, m, l);
       if (now.item.slot >= 0) {
         if (!now.item.fold || ends) store_state(now, now.item.fold ? 0 : leaf, rows, o, m, l);
-      } else {
+      } else if (ends) {
         finish(rows, pass_ & 1, o, m, l);
       }
       ++leaf;
@@ -313,7 +313,7 @@ class HopperConsumer {
   // the products under which they are meant to run.
   __device__ __forceinline__ void weights_done(const float (&l)[2]) const {
     if constexpr (!Variant::use_softmax) return;
-    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0fBF800000; @p st.shared.b32 [%1], %0;}" ::"f"(l[0] + l[1]), "r"(base_) : "memory");
+    ptx::computed(l[0] + l[1], base_);
   }
 
   __device__ __forceinline__ void pack(const float (&s)[kS], unsigned (&w)[kS / 2]) const {
@@ -382,6 +382,10 @@ class HopperConsumer {
     volatile float* memory = total_o;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (first) {
+        total_m[half] = neg_inf();
+        total_l[half] = 0.0f;
+      }
       Fold f = fold_head<Variant::use_softmax>(total_m[half], total_l[half], m[half], l[half]);
       total_m[half] = m[half] = f.m;
       total_l[half] = l[half] = f.l;
@@ -434,7 +438,7 @@ class HopperConsumer {
         if (vectors) {
           const int r = row_of(half);
           const unsigned at = base_ + buffer * L::kBytesQ + n / 8 * L::kSlabQ + r * 128 + ((n ^ r) & 7) * 16 + lane_ % 4 * 4;
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(static_cast<unsigned>(x) | static_cast<unsigned>(y) << 16) : "memory");
+          ptx::st_shared(at, static_cast<unsigned>(x) | static_cast<unsigned>(y) << 16);
         } else if (to[half] != kNothing) {
           auto* row_out = reinterpret_cast<typename Bits<Config::out_type>::type*>(p_.out) + to[half] + col;
           row_out[0] = x;
@@ -453,9 +457,9 @@ class HopperConsumer {
       const long long at = __shfl_sync(0xffffffffu, to[i / 8], r % 8 * 4);
       const int row = group_ * 64 + warp_ * 16 + r;
       const unsigned from = base_ + buffer * L::kBytesQ + chunk / 8 * L::kSlabQ + row * 128 + ((chunk ^ row) & 7) * 16;
-      uint4 x;
-      asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
-      if (at != kNothing) *reinterpret_cast<uint4*>(p_.out + at * 2 + chunk * 16) = x;
+      unsigned x[4];
+      ptx::ld_shared16(x, from);
+      if (at != kNothing) *reinterpret_cast<uint4*>(p_.out + at * 2 + chunk * 16) = make_uint4(x[0], x[1], x[2], x[3]);
     }
     __syncwarp();
   }
@@ -496,10 +500,10 @@ __device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    ptx::reg_dealloc<L::kLoaderRegs>();
+    ptx::reg_dealloc<Loader::kRegs>();
     Loader(p, params, maps, smem).run();
   } else {
-    ptx::reg_alloc<L::kConsumerRegs>();
+    ptx::reg_alloc<Loader::kConsumerRegs>();
     HopperConsumer<Config, Variant>(p, params, smem).run();
   }
 }

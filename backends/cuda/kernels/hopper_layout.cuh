@@ -32,9 +32,6 @@ struct HopperLayout {
   static constexpr int kGroups = Config::warpgroups;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kRows = 64 * kGroups;
-  // Registers per thread: what a CTA has (504 for 128 loader and 256 consumer threads; 512 for 128 and 384), loaders first.
-  static constexpr int kLoaderRegs = kGroups == 2 ? 72 : 32;
-  static constexpr int kConsumerRegs = kGroups == 2 ? 216 : 160;
   static constexpr int kTile = Config::kv_tile;
   static constexpr int kStages = 2;
   static constexpr int kDim = Config::head_dim;

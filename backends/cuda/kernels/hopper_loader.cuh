@@ -45,6 +45,10 @@ class HopperLoader {
   static constexpr int kArrivalsQ = kHow == Loading::boxes ? 2 : 4;
   static constexpr int kArrivalsK = kHow == Loading::boxes ? 2 : 4;
   static constexpr int kArrivalsV = kHow == Loading::boxes ? 1 : 4;
+  // Registers per thread. A CTA has 504 for 128 threads of the loader and 256 consumers, so that neither side spills; 512 for 128 and
+  // 384, where consumers below 160 make ptxas serialise their products (C7512), so that the loader spills.
+  static constexpr int kRegs = L::kGroups == 3 ? 32 : kHow == Loading::boxes ? 72 : 104;
+  static constexpr int kConsumerRegs = L::kGroups == 3 ? (512 - kRegs) / 3 : (504 - kRegs) / 2;
 
   __device__ __forceinline__ HopperLoader(const RunParams& p, const ParamRef* params, const KvMaps& maps, char* smem)
       : p_(p), params_(params), maps_(maps), base_(ptx::smem_addr(smem)), meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
@@ -316,7 +320,7 @@ class HopperLoader {
     for (int i = lane_; i < (stop - first) * 8; i += 32) {
 #pragma unroll
       for (int c = 0; c < L::kDimVo / 64; ++c) {
-        asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(tile + c * L::kSlabKv + first * 128 + i * 16), "r"(0) : "memory");
+        ptx::fill_shared16(tile + c * L::kSlabKv + first * 128 + i * 16, 0);
       }
     }
   }
