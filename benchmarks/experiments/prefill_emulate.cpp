@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checks the Hopper prefill kernel without a GPU (prefill_emulate.hpp): small problems of every kind against float64, rows past the end
 // of pages poisoned with NaN, schedules drawn at random.
-//   benchmarks/experiments/prefill_emulate.sh [seeds]
+//   benchmarks/experiments/prefill_emulate.sh [seeds [part of a case's name]]
 #include "prefill_emulate.hpp"
 // (ptx.cuh and the built-ins are defined above)
 #include "hopper_attend.cuh"
@@ -31,9 +31,12 @@ static FastDiv fast_div(unsigned d) {
   return {d, (unsigned)(((1ull << (31 + log)) + d - 1) / d), log - 1};
 }
 
+static const char* only = "";
+
 template <class Config, class Variant>
 bool run(const Case& c, unsigned seed) {
   using L = HopperLayout<Config, Variant>;
+  if (!strstr(c.name, only)) return true;
   const int group = Config::group, dim = Config::head_dim, heads = c.kv_heads * group, n = (int)c.q_lens.size();
   int rows = 0;
   long long tokens = 0;
@@ -244,6 +247,7 @@ struct ShortWindow : WindowVariant {
 
 int main(int argc, char** argv) {
   const int seeds = argc > 1 ? atoi(argv[1]) : 1;
+  if (argc > 2) only = argv[2];
   int bad = 0;
   for (unsigned seed = 1; seed <= (unsigned)seeds; ++seed) {
     emu::rng = seed * 77777;

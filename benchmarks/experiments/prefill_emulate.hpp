@@ -51,6 +51,7 @@ struct Mbar { int count = 0, pending = 0; long tx = 0; int phase = 0; };
 struct Named { int arrived = 0; long gen = 0; };
 inline std::vector<std::unique_ptr<Fiber>> fibers;
 inline std::vector<Warp> warps;
+inline std::vector<int> naps;  // rounds for which a warp does not run
 inline std::map<unsigned, Mbar> mbars;
 inline Named named[17];
 inline std::vector<std::function<void()>> in_flight;  // TMA
@@ -135,6 +136,7 @@ inline bool run(int threads, std::function<void()> f) {
     fibers.push_back(std::move(fb));
   }
   std::vector<Fiber*> runnable;
+  naps.assign(threads / 32, 0);
   for (;;) {
     runnable.clear();
     bool left = false;
@@ -149,10 +151,15 @@ inline bool run(int threads, std::function<void()> f) {
       while (!in_flight.empty()) { auto op = in_flight.back(); in_flight.pop_back(); op(); }
       continue;
     }
-    // A warp's turn at a time, in random order: fibers of one warp usually move together.
+    // Now and then a warp falls asleep for many rounds, wherever it is, so that the others get far ahead of it.
+    bool any = false;
+    for (auto& n : naps) n = n ? n - 1 : random() % 48 == 0 ? 60 : 0;
     const size_t from = random() % runnable.size();
-    for (size_t i = 0; i < runnable.size(); ++i) {
+    for (size_t i = 0; i < runnable.size() || !any; ++i) {
       Fiber* fb = runnable[(from + i) % runnable.size()];
+      if (i >= runnable.size()) naps.assign(threads / 32, 0);  // all asleep: wake them
+      if (naps[fb->tid / 32]) continue;
+      any = true;
       if (fb->done || (fb->ready && !fb->ready())) continue;
       fb->ready = nullptr;
       self = fb;
@@ -171,8 +178,18 @@ template <class T> inline unsigned long long pun(T x) { unsigned long long u = 0
 template <class T> inline T unpun(unsigned long long u) { T x; memcpy(&x, &u, sizeof x); return x; }
 template <class T> inline T __shfl_sync(unsigned, T x, int lane) { return unpun<T>(emu::exchange(pun(x))[lane & 31]); }
 template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask) { return unpun<T>(emu::exchange(pun(x))[(emu::self->tid & 31) ^ mask]); }
-inline int __reduce_min_sync(unsigned, int x) { auto* s = emu::exchange(pun(x)); int r = unpun<int>(s[0]); for (int i = 1; i < 32; ++i) r = std::min(r, unpun<int>(s[i])); return r; }
-inline int __reduce_max_sync(unsigned, int x) { auto* s = emu::exchange(pun(x)); int r = unpun<int>(s[0]); for (int i = 1; i < 32; ++i) r = std::max(r, unpun<int>(s[i])); return r; }
+inline int __reduce_min_sync(unsigned, int x) {
+  auto* s = emu::exchange(pun(x));
+  int r = unpun<int>(s[0]);
+  for (int i = 1; i < 32; ++i) r = std::min(r, unpun<int>(s[i]));
+  return r;
+}
+inline int __reduce_max_sync(unsigned, int x) {
+  auto* s = emu::exchange(pun(x));
+  int r = unpun<int>(s[0]);
+  for (int i = 1; i < 32; ++i) r = std::max(r, unpun<int>(s[i]));
+  return r;
+}
 inline int __all_sync(unsigned, int x) { auto* s = emu::exchange(x != 0); for (int i = 0; i < 32; ++i) if (!s[i]) return 0; return 1; }
 inline int __any_sync(unsigned, int x) { auto* s = emu::exchange(x != 0); for (int i = 0; i < 32; ++i) if (s[i]) return 1; return 0; }
 inline void __syncwarp() { emu::exchange(0); }
@@ -221,6 +238,11 @@ inline void mbar_arrive(u32 bar) {
   auto& b = emu::mbars.at(bar);
   if (b.pending-- == 0) { fprintf(stderr, "too many arrivals\n"); abort(); }
   emu::check(b);
+  if (emu::random() % 4 == 0) {  // the others may get far ahead, right here
+    emu::naps[emu::self->tid / 32] = 60;
+    emu::self->ready = [] { return true; };
+    swapcontext(&emu::self->context, &emu::scheduler);
+  }
 }
 inline void mbar_arrive_expect_tx(u32 bar, u32 bytes) { emu::mbars.at(bar).tx += bytes; mbar_arrive(bar); }
 inline bool mbar_test_wait(u32 bar, u32 parity) { return emu::mbars.at(bar).phase != (int)parity; }

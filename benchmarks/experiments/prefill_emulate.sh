@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds and runs the CPU emulation of the Hopper prefill kernel. usage: benchmarks/experiments/prefill_emulate.sh [seeds]
+# Builds and runs the CPU emulation of the Hopper prefill kernel. usage: benchmarks/experiments/prefill_emulate.sh [seeds [part of a case's name]]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -11,4 +11,4 @@ cp "$root"/backends/cuda/kernels/*.cuh "$build"
 sed -i 's/asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));/r = emu::to_bf16(x);/' "$build/types.cuh"
 echo '#pragma once' >"$build/ptx.cuh"
 g++ -std=c++17 -O2 -w -I "$build" -I "$here" -I "$root/variants/include" -o "$build/emulate" "$here/prefill_emulate.cpp"
-"$build/emulate" "${1:-1}"
+"$build/emulate" "${1:-1}" "${2:-}"
