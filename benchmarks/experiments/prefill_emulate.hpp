@@ -272,7 +272,8 @@ inline u64 desc_sw128(u32 addr, u32 lbo, u32 sbo) { return (u64)((addr & 0x3ffff
 inline u64 desc_add(u64 d, u32 bytes) { return d + (bytes >> 4); }
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emu::self->products.push_back(std::move(emu::self->open_products)); emu::self->open_products = {}; }
-template <int N> inline void wgmma_wait() { emu::run_some(emu::self->products, N); }
+// Collective: no lane goes on before the warp's products are done.
+template <int N> inline void wgmma_wait() { emu::run_some(emu::self->products, N); emu::exchange(0); }
 template <int R> inline void wgmma_pin(float (&)[R]) {}
 // Element (mn, k) of an operand in shared memory.
 inline float element(u64 d, int mn, int k, bool mn_major) {

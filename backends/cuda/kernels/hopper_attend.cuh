@@ -94,7 +94,6 @@ class HopperConsumer {
       }
       ++leaf;
       if (ends) {
-        __syncwarp();
         release(meta_.q_empty[pass_ & 1]);
         if (!more) break;
         ++pass_;
@@ -145,6 +144,7 @@ class HopperConsumer {
   __device__ __forceinline__ void wait_k(int t) const { ptx::mbar_wait(bar(meta_.k_full[t % L::kStages]), t / L::kStages & 1); }
   __device__ __forceinline__ void wait_v(int t) const { ptx::mbar_wait(bar(meta_.v_full[t % L::kStages]), t / L::kStages & 1); }
   __device__ __forceinline__ void release(const unsigned long long& empty) const {
+    __syncwarp();  // lane 0 speaks for lanes that may still be reading the key table
     if (lane_ == 0) ptx::mbar_arrive(bar(empty));
   }
 

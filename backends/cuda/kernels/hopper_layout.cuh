@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Hopper prefill family: shared memory, barriers and the walk over a worker's list that loaders and consumers share.
-// Not wired into the runtime yet: benchmarks/experiments/prefill.cu builds, checks and times it.
+// Not wired into the runtime yet, and this form has not run on a GPU yet (docs/performance.md, Prefill); benchmarks/experiments/prefill.cu
+// builds, checks and times it, prefill_emulate.sh checks it on a CPU.
 //
 // One CTA per SM: a loader warpgroup and Config::warpgroups consumer warpgroups of 64 rows each. Operands lie as wgmma wants them:
 // slabs of 64 elements, a slab row is 128 bytes with the 128-byte swizzle, [slab][row][64]. Q and the K and V tiles have two
