@@ -98,23 +98,6 @@ ATTNRT_DEV void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// ---------------------------------------------------------------- shared memory by address
-
-ATTNRT_DEV void st_shared(u32 addr, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(x) : "memory"); }
-
-// 16 bytes at a 16-byte aligned address, all four words the same.
-ATTNRT_DEV void fill_shared16(u32 addr, u32 x) { asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(addr), "r"(x) : "memory"); }
-
-ATTNRT_DEV void ld_shared16(u32 (&x)[4], u32 addr) {
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(addr) : "memory");
-}
-
-// Does nothing for x >= -1, but as a store that might happen it keeps ptxas from moving what x depends on below the next
-// synchronising instruction.
-ATTNRT_DEV void computed(float x, u32 addr) {
-  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0fBF800000; @p st.shared.b32 [%1], %0;}" ::"f"(x), "r"(addr) : "memory");
-}
-
 // ---------------------------------------------------------------- ldmatrix, movmatrix, mma.sync (sm_80)
 
 // Four 8x8 b16 matrices; lane i gives the 16-byte row address of row i%8 of matrix i/8.
@@ -199,16 +182,6 @@ ATTNRT_DEV void cp_async_mbar_arrive_noinc(u32 bar) {
 ATTNRT_DEV bool mbar_try_wait(u32 bar, u32 parity) {
   u32 ok;
   asm volatile("{.reg .pred P; mbarrier.try_wait.parity.shared::cta.b64 P, [%1], %2; selp.b32 %0, 1, 0, P;}"
-               : "=r"(ok)
-               : "r"(bar), "r"(parity)
-               : "memory");
-  return ok != 0;
-}
-
-// The same without ever waiting.
-ATTNRT_DEV bool mbar_test_wait(u32 bar, u32 parity) {
-  u32 ok;
-  asm volatile("{.reg .pred P; mbarrier.test_wait.parity.shared::cta.b64 P, [%1], %2; selp.b32 %0, 1, 0, P;}"
                : "=r"(ok)
                : "r"(bar), "r"(parity)
                : "memory");

@@ -9,6 +9,7 @@
 #pragma once
 #include "cursor.cuh"
 #include "finish.cuh"
+#include "hopper_ptx.cuh"
 
 namespace attnrt {
 
