@@ -73,8 +73,8 @@ ATTNRT_DEV u32 pack2(float lo, float hi) {
   return r;
 }
 
-// Four bytes picked from x; nibble i of Sel names byte i of the result, its top bit asks for eight copies of that byte's sign
-// (which __byte_perm masks away).
+// Four bytes picked from x; nibble i of Sel names byte i of the result, its top bit asks for eight copies of that
+// byte's sign (which __byte_perm masks away).
 template <int Sel>
 ATTNRT_DEV u32 prmt(u32 x) {
   u32 r;
@@ -118,12 +118,18 @@ ATTNRT_DEV void ldmatrix_x4_trans(u32 (&r)[4], u32 addr) {
 
 // Two 8x8 matrices; lanes 0..15 give the row addresses.
 ATTNRT_DEV void ldmatrix_x2(u32 (&r)[2], u32 addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(addr) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(addr)
+               : "memory");
 }
 
 // Two 8x8 matrices, transposed; lanes 0..15 give the row addresses.
 ATTNRT_DEV void ldmatrix_x2_trans(u32 (&r)[2], u32 addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(addr) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(addr)
+               : "memory");
 }
 
 // Transposes one 8x8 b16 matrix held across the warp (lane l: row l/4, columns 2(l%4) and +1).
@@ -134,17 +140,20 @@ ATTNRT_DEV u32 movmatrix_trans(u32 x) {
 }
 
 // d[16x8] += a[16x16] b[16x8], float32 accumulation; g = lane/4, t = lane%4:
-// a0 (g, 2t..) a1 (g+8, 2t..) a2 (g, 2t+8..) a3 (g+8, 2t+8..); b0 (k 2t.., n g) b1 (k 2t+8.., n g); d (g, 2t..) (g+8, 2t..).
+// a0 (g, 2t..) a1 (g+8, 2t..) a2 (g, 2t+8..) a3 (g+8, 2t+8..); b0 (k 2t.., n g) b1 (k 2t+8.., n g); d (g, 2t..) (g+8,
+// 2t..).
 template <Half16 T>
 ATTNRT_DEV void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   if constexpr (T == Half16::bf16) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 }
 
@@ -154,13 +163,17 @@ ATTNRT_DEV void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 ATTNRT_DEV void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Arrive without waiting.
-ATTNRT_DEV void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+ATTNRT_DEV void bar_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // ---------------------------------------------------------------- mbarrier (sm_90)
 
 // Initialises an 8-byte barrier that completes after `count` arrivals (and all expected bytes).
-ATTNRT_DEV void mbar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
+ATTNRT_DEV void mbar_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
 
 // Makes mbarrier.init visible to the asynchronous proxy (and to the cluster).
 ATTNRT_DEV void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -199,22 +212,24 @@ ATTNRT_DEV void mbar_wait(u32 bar, u32 parity) {
 // Loads one box of a 4-D tensor map (coordinates in elements, innermost first) to shared; bytes count on `bar`.
 ATTNRT_DEV void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c2, int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(dst),
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], "
+      "[%2];" ::"r"(dst),
       "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 
 // Linear copy of `bytes` (multiple of 16, both ends 16-byte aligned); bytes count on `bar`.
 ATTNRT_DEV void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
-               "r"(bytes), "r"(bar)
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(bar)
                : "memory");
 }
 
 // Fetches a tensor map's descriptor into the cache.
 ATTNRT_DEV void tma_prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// Orders this thread's shared-memory accesses (st.shared, cp.async) before later ones of wgmma, TMA: before the barrier.
+// Orders this thread's shared-memory accesses (st.shared, cp.async) before later ones of wgmma, TMA: before the
+// barrier.
 ATTNRT_DEV void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---------------------------------------------------------------- dependent launches (sm_90)
@@ -240,15 +255,16 @@ ATTNRT_DEV void reg_dealloc() {
 }
 
 // Shared-memory matrix descriptor, 128-byte swizzle, tile base 1024-byte aligned.
-// K-major operand: rows of 128 bytes, sbo = bytes from one 8-row group to the next (1024; 0 repeats the first 8 rows), lbo unused;
-//   a k16 step inside the row adds 32 bytes. MN-major operand: 8 k-rows of 64 MN elements form an atom, sbo = bytes between atoms
-//   along k, lbo = bytes between atoms along MN; a k16 step adds two atoms.
+// K-major operand: rows of 128 bytes, sbo = bytes from one 8-row group to the next (1024; 0 repeats the first 8 rows),
+// lbo unused;
+//   a k16 step inside the row adds 32 bytes. MN-major operand: 8 k-rows of 64 MN elements form an atom, sbo = bytes
+//   between atoms along k, lbo = bytes between atoms along MN; a k16 step adds two atoms.
 ATTNRT_DEV u64 desc_sw128(u32 addr, u32 lbo, u32 sbo) {
   return (u64)((addr & 0x3ffff) >> 4) | ((u64)(lbo >> 4) << 16) | ((u64)(sbo >> 4) << 32) | (1ull << 62);
 }
 
-// Descriptor without swizzle (8x16-byte core matrices of 128 contiguous bytes). MN-major: lbo = bytes between core matrices
-// along k, sbo = along MN. K-major: lbo = along k, sbo = along MN.
+// Descriptor without swizzle (8x16-byte core matrices of 128 contiguous bytes). MN-major: lbo = bytes between core
+// matrices along k, sbo = along MN. K-major: lbo = along k, sbo = along MN.
 ATTNRT_DEV u64 desc_plain(u32 addr, u32 lbo, u32 sbo) {
   return (u64)((addr & 0x3ffff) >> 4) | ((u64)(lbo >> 4) << 16) | ((u64)(sbo >> 4) << 32);
 }
@@ -274,7 +290,8 @@ ATTNRT_DEV void wgmma_pin(float (&d)[R]) {
 
 // d[64xN] = a[64x16] b[16xN] + (accumulate ? d : 0) with float32 accumulation, asynchronous until wgmma_wait.
 // d: N/2 registers; thread (warp w, g, t): d[4j + 0,1] = (16w + g, 8j + 2t + 0,1), d[4j + 2,3] = (16w + g + 8, ...).
-// ss: A and B by descriptor; TransA, TransB = 1: the operand is MN-major. rs: A in registers, laid out as for mma_m16n8k16.
+// ss: A and B by descriptor; TransA, TransB = 1: the operand is MN-major. rs: A in registers, laid out as for
+// mma_m16n8k16.
 template <Half16 T, int N>
 struct Wgmma;
 
@@ -286,12 +303,14 @@ struct Wgmma;
 #define ATTNRT_U8 ATTNRT_U6 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define ATTNRT_U12 ATTNRT_U8 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define ATTNRT_U16 ATTNRT_U12 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define ATTNRT_U24                                                                            \
-  ATTNRT_U16 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83" \
-             ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define ATTNRT_U32                                                                                         \
-  ATTNRT_U24 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114" \
-             ",%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define ATTNRT_U24                                                                       \
+  ATTNRT_U16                                                                             \
+      ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83" \
+      ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define ATTNRT_U32                                                                                  \
+  ATTNRT_U24                                                                                        \
+      ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114" \
+      ",%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define ATTNRT_Q(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ATTNRT_D1(d) ATTNRT_Q(d, 0)
 #define ATTNRT_D2(d) ATTNRT_D1(d), ATTNRT_Q(d, 4)
@@ -301,46 +320,47 @@ struct Wgmma;
 #define ATTNRT_D8(d) ATTNRT_D6(d), ATTNRT_Q(d, 24), ATTNRT_Q(d, 28)
 #define ATTNRT_D12(d) ATTNRT_D8(d), ATTNRT_Q(d, 32), ATTNRT_Q(d, 36), ATTNRT_Q(d, 40), ATTNRT_Q(d, 44)
 #define ATTNRT_D16(d) ATTNRT_D12(d), ATTNRT_Q(d, 48), ATTNRT_Q(d, 52), ATTNRT_Q(d, 56), ATTNRT_Q(d, 60)
-#define ATTNRT_D24(d)                                                                                          \
+#define ATTNRT_D24(d)                                                                                                  \
   ATTNRT_D16(d), ATTNRT_Q(d, 64), ATTNRT_Q(d, 68), ATTNRT_Q(d, 72), ATTNRT_Q(d, 76), ATTNRT_Q(d, 80), ATTNRT_Q(d, 84), \
       ATTNRT_Q(d, 88), ATTNRT_Q(d, 92)
-#define ATTNRT_D32(d)                                                                                               \
-  ATTNRT_D24(d), ATTNRT_Q(d, 96), ATTNRT_Q(d, 100), ATTNRT_Q(d, 104), ATTNRT_Q(d, 108), ATTNRT_Q(d, 112), ATTNRT_Q(d, 116), \
-      ATTNRT_Q(d, 120), ATTNRT_Q(d, 124)
+#define ATTNRT_D32(d)                                                                                     \
+  ATTNRT_D24(d), ATTNRT_Q(d, 96), ATTNRT_Q(d, 100), ATTNRT_Q(d, 104), ATTNRT_Q(d, 108), ATTNRT_Q(d, 112), \
+      ATTNRT_Q(d, 116), ATTNRT_Q(d, 120), ATTNRT_Q(d, 124)
 
-// One specialisation per (element type, N): U = N/8 register quads; P0.. are the operand numbers after the accumulators.
-#define ATTNRT_WGMMA(T, TS, N, U, P0, P1, P2, P3, P4, P5, P6)                                                                   \
-  template <>                                                                                                                  \
-  struct Wgmma<Half16::T, N> {                                                                                                  \
-    static constexpr int regs = N / 2;                                                                                         \
-    template <int TransA, int TransB>                                                                                          \
-    static __device__ __forceinline__ void ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {                               \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TS "." TS      \
-                   " {" ATTNRT_U##U "}, %" #P0 ", %" #P1 ", p, 1, 1, %" #P3 ", %" #P4 ";}"                                     \
-                   : ATTNRT_D##U(d)                                                                                            \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(TransA), "n"(TransB)                                                 \
-                   : "memory");                                                                                                \
-    }                                                                                                                          \
-    template <int TransB>                                                                                                      \
-    static __device__ __forceinline__ void rs(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {                   \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TS "." TS      \
-                   " {" ATTNRT_U##U "}, {%" #P0 ",%" #P1 ",%" #P2 ",%" #P3 "}, %" #P4 ", p, 1, 1, %" #P6 ";}"                  \
-                   : ATTNRT_D##U(d)                                                                                            \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TransB)                          \
-                   : "memory");                                                                                                \
-    }                                                                                                                          \
+// One specialisation per (element type, N): U = N/8 register quads; P0.. are the operand numbers after the
+// accumulators.
+#define ATTNRT_WGMMA(T, TS, N, U, P0, P1, P2, P3, P4, P5, P6)                                                        \
+  template <>                                                                                                        \
+  struct Wgmma<Half16::T, N> {                                                                                       \
+    static constexpr int regs = N / 2;                                                                               \
+    template <int TransA, int TransB>                                                                                \
+    static __device__ __forceinline__ void ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {                     \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TS   \
+                   "." TS " {" ATTNRT_U##U "}, %" #P0 ", %" #P1 ", p, 1, 1, %" #P3 ", %" #P4 ";}"                    \
+                   : ATTNRT_D##U(d)                                                                                  \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(TransA), "n"(TransB)                                       \
+                   : "memory");                                                                                      \
+    }                                                                                                                \
+    template <int TransB>                                                                                            \
+    static __device__ __forceinline__ void rs(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {         \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TS   \
+                   "." TS " {" ATTNRT_U##U "}, {%" #P0 ",%" #P1 ",%" #P2 ",%" #P3 "}, %" #P4 ", p, 1, 1, %" #P6 ";}" \
+                   : ATTNRT_D##U(d)                                                                                  \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TransB)                \
+                   : "memory");                                                                                      \
+    }                                                                                                                \
   };
 
-#define ATTNRT_WGMMA_ALL(T, TS)                                    \
-  ATTNRT_WGMMA(T, TS, 8, 1, 4, 5, 6, 7, 8, 9, 10)                  \
-  ATTNRT_WGMMA(T, TS, 16, 2, 8, 9, 10, 11, 12, 13, 14)             \
-  ATTNRT_WGMMA(T, TS, 24, 3, 12, 13, 14, 15, 16, 17, 18)           \
-  ATTNRT_WGMMA(T, TS, 32, 4, 16, 17, 18, 19, 20, 21, 22)           \
-  ATTNRT_WGMMA(T, TS, 48, 6, 24, 25, 26, 27, 28, 29, 30)           \
-  ATTNRT_WGMMA(T, TS, 64, 8, 32, 33, 34, 35, 36, 37, 38)           \
-  ATTNRT_WGMMA(T, TS, 96, 12, 48, 49, 50, 51, 52, 53, 54)          \
-  ATTNRT_WGMMA(T, TS, 128, 16, 64, 65, 66, 67, 68, 69, 70)         \
-  ATTNRT_WGMMA(T, TS, 192, 24, 96, 97, 98, 99, 100, 101, 102)      \
+#define ATTNRT_WGMMA_ALL(T, TS)                               \
+  ATTNRT_WGMMA(T, TS, 8, 1, 4, 5, 6, 7, 8, 9, 10)             \
+  ATTNRT_WGMMA(T, TS, 16, 2, 8, 9, 10, 11, 12, 13, 14)        \
+  ATTNRT_WGMMA(T, TS, 24, 3, 12, 13, 14, 15, 16, 17, 18)      \
+  ATTNRT_WGMMA(T, TS, 32, 4, 16, 17, 18, 19, 20, 21, 22)      \
+  ATTNRT_WGMMA(T, TS, 48, 6, 24, 25, 26, 27, 28, 29, 30)      \
+  ATTNRT_WGMMA(T, TS, 64, 8, 32, 33, 34, 35, 36, 37, 38)      \
+  ATTNRT_WGMMA(T, TS, 96, 12, 48, 49, 50, 51, 52, 53, 54)     \
+  ATTNRT_WGMMA(T, TS, 128, 16, 64, 65, 66, 67, 68, 69, 70)    \
+  ATTNRT_WGMMA(T, TS, 192, 24, 96, 97, 98, 99, 100, 101, 102) \
   ATTNRT_WGMMA(T, TS, 256, 32, 128, 129, 130, 131, 132, 133, 134)
 
 ATTNRT_WGMMA_ALL(bf16, "bf16")

@@ -10,13 +10,13 @@
 
 #include "../../backends/cuda/ptx.cuh"
 
-#define CHECK(call)                                                                                    \
-  do {                                                                                                 \
-    cudaError_t err_ = (call);                                                                         \
-    if (err_ != cudaSuccess) {                                                                         \
-      fprintf(stderr, "%s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(err_));          \
-      exit(1);                                                                                         \
-    }                                                                                                  \
+#define CHECK(call)                                                                           \
+  do {                                                                                        \
+    cudaError_t err_ = (call);                                                                \
+    if (err_ != cudaSuccess) {                                                                \
+      fprintf(stderr, "%s:%d %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(err_)); \
+      exit(1);                                                                                \
+    }                                                                                         \
   } while (0)
 
 // Counter-based hash: 32 well-mixed bits of a 64-bit counter.

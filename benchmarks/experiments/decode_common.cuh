@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The frame that every decode experiment shares: problem, plan, K/V ring filled by cp.async, partial states and their fold.
+// The frame that every decode experiment shares: problem, plan, K/V ring filled by cp.async, partial states and their
+// fold.
 //
-// One tile is 64 keys of one KV head; a stage of the ring is the K or the V of one tile (16 KB): two slabs of 64 rows x 128 bytes with
-// the 128-byte swizzle. The 128 threads that compute also issue the copies. Work is a flat list of tiles cut into one contiguous run
-// per worker; a run is cut into items at (request, KV head) borders. The fold follows the rule of docs/design.md: a run from leaf 0
-// folds in registers and writes one state, a later run writes one state per leaf, a row held whole is finished at once.
+// One tile is 64 keys of one KV head; a stage of the ring is the K or the V of one tile (16 KB): two slabs of 64 rows x
+// 128 bytes with the 128-byte swizzle. The 128 threads that compute also issue the copies. Work is a flat list of tiles
+// cut into one contiguous run per worker; a run is cut into items at (request, KV head) borders. The fold follows the
+// rule of docs/design.md: a run from leaf 0 folds in registers and writes one state, a later run writes one state per
+// leaf, a row held whole is finished at once.
 #pragma once
 #include "common.cuh"
 
@@ -12,45 +14,46 @@ namespace exp_decode {
 using namespace attnrt::ptx;
 
 constexpr int kThreads = 128;
-constexpr int kTile = 64;        // keys per tile
-constexpr int kPage = 16;        // keys per page
-constexpr int kHeads = 8;        // KV heads
-constexpr int kGroup = 4;        // query heads per KV head
+constexpr int kTile = 64;  // keys per tile
+constexpr int kPage = 16;  // keys per page
+constexpr int kHeads = 8;  // KV heads
+constexpr int kGroup = 4;  // query heads per KV head
 constexpr int kDim = 128;
 constexpr int kStage = kTile * kDim * 2;  // bytes
 constexpr float kNegInf = -__builtin_huge_valf();
 
 enum Merge { kMergeNone = 0, kMergeLast = 1, kMergeKernel = 2, kMergeCta = 3 };
 
-// 32 bytes, one record holds all that an item needs: a second look-up would cost another cold miss (0.4 us) in a short kernel.
+// 32 bytes, one record holds all that an item needs: a second look-up would cost another cold miss (0.4 us) in a short
+// kernel.
 struct __align__(16) Item {
-  int pair;         // request * kHeads + kv head
-  int tile0, tile1; // tiles of the pair, half open
-  int slot0;        // first partial slot of this item, -1: the row is held whole
+  int pair;                      // request * kHeads + kv head
+  int tile0, tile1;              // tiles of the pair, half open
+  int slot0;                     // first partial slot of this item, -1: the row is held whole
   int merge_slot0, merge_slots;  // partial slots of the pair in fold order
   int parts;                     // items that write them
   int pad;
 };
 
 struct __align__(16) Worker {
-  int begin, end;   // items
+  int begin, end;  // items
   int pad[2];
-  Item first;       // copy of items[begin]
+  Item first;  // copy of items[begin]
 };
 
 struct Params {
-  const unsigned short* q;     // [requests, kHeads * kGroup, kDim] bfloat16 bits
-  const unsigned short* k;     // [pages, kPage, kHeads, kDim]
+  const unsigned short* q;  // [requests, kHeads * kGroup, kDim] bfloat16 bits
+  const unsigned short* k;  // [pages, kPage, kHeads, kDim]
   const unsigned short* v;
-  const int* table;            // [requests, pages_per_request]
+  const int* table;  // [requests, pages_per_request]
   int pages_per_request;
   const Item* items;
-  const Worker* workers;       // [workers]
-  const Item* merges;          // [merges] one item of each pair that the merge kernel has to fold
-  float* part;                 // [slots, kGroup, kDim] not divided
-  float2* ml;                  // [slots, kGroup] (max in base-2 units, sum)
-  unsigned* counters;          // [pairs], zero before and after
-  unsigned short* out;         // [requests, kHeads * kGroup, kDim]
+  const Worker* workers;  // [workers]
+  const Item* merges;     // [merges] one item of each pair that the merge kernel has to fold
+  float* part;            // [slots, kGroup, kDim] not divided
+  float2* ml;             // [slots, kGroup] (max in base-2 units, sum)
+  unsigned* counters;     // [pairs], zero before and after
+  unsigned short* out;    // [requests, kHeads * kGroup, kDim]
   float scale_log2;
   int leaf_tiles;
   int merge;
@@ -68,27 +71,32 @@ static __device__ __forceinline__ Weights fold_ml(float& ma, float& la, float mb
   ma = m;
   return w;
 }
-static __device__ __forceinline__ float fold_acc(float a, float b, Weights w) { return __fmaf_rn(b, w.b, __fmul_rn(a, w.a)); }
+static __device__ __forceinline__ float fold_acc(float a, float b, Weights w) {
+  return __fmaf_rn(b, w.b, __fmul_rn(a, w.a));
+}
 
-static __device__ __forceinline__ unsigned short to_bf16(float x) { return (unsigned short)pack2<Half16::bf16>(x, 0.f); }
+static __device__ __forceinline__ unsigned short to_bf16(float x) {
+  return (unsigned short)pack2<Half16::bf16>(x, 0.f);
+}
 
 // ---- the ring of K and V stages
 template <int Stages>
 struct Loader {
   const Params& p;
-  u32 ring;           // shared address, 1024-byte aligned
-  int item, end;      // next item to load and one past the last
-  int tile, tile_end; // next tile of that item
-  int half;           // 0: K of the tile is next, 1: V
-  int slot;           // ring slot to fill next
+  u32 ring;            // shared address, 1024-byte aligned
+  int item, end;       // next item to load and one past the last
+  int tile, tile_end;  // next tile of that item
+  int half;            // 0: K of the tile is next, 1: V
+  int slot;            // ring slot to fill next
   int4 pages;
-  unsigned row_off;   // element offset of this thread's row and column inside a page, head excluded
+  unsigned row_off;  // element offset of this thread's row and column inside a page, head excluded
   unsigned dst_off;
   int head;
 
   int next_pair, next_tile0, next_tile1;  // the item after this one, read ahead
 
-  __device__ Loader(const Params& params, u32 base, const Worker& wk) : p(params), ring(base), item(wk.begin), end(wk.end) {
+  __device__ Loader(const Params& params, u32 base, const Worker& wk)
+      : p(params), ring(base), item(wk.begin), end(wk.end) {
     int row = threadIdx.x % kThreads / 16, c = threadIdx.x % 16;
     row_off = row * kHeads * kDim + c * 8;
     dst_off = (c / 8) * (kTile * 128) + row * 128 + ((c % 8 ^ row) << 4);
@@ -135,9 +143,11 @@ struct Loader {
 };
 
 // ---- merge of one pair's states, by 128 threads: thread -> row tid/32, four numbers of d. kBatch
-// states in flight: 4 inside the attention kernel (8 already spill there, and a call would add the callee's registers), 16 in a kernel of its own.
+// states in flight: 4 inside the attention kernel (8 already spill there, and a call would add the callee's registers),
+// 16 in a kernel of its own.
 template <int kBatch>
-static __device__ void merge_pair(const float* part, const float2* states, unsigned short* out, int pair, int slot0, int slots) {
+static __device__ void merge_pair(const float* part, const float2* states, unsigned short* out, int pair, int slot0,
+                                  int slots) {
   int row = threadIdx.x / 32, d = threadIdx.x % 32 * 4;
   const float4* src = (const float4*)(part + ((size_t)slot0 * kGroup + row) * kDim + d);
   const float2* ml = states + (size_t)slot0 * kGroup + row;

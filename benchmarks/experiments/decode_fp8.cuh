@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode over an fp8 (e4m3) cache with bf16 queries: mma.sync, keys (then d) on M, K and V converted in registers on the way from
-// ldmatrix to the multiply.
+// Decode over an fp8 (e4m3) cache with bf16 queries: mma.sync, keys (then d) on M, K and V converted in registers on
+// the way from ldmatrix to the multiply.
 //
-// Two freedoms make that free of any transpose or extra trip through shared memory. The k index of a product may be permuted on both
-// sides alike: a thread's 4 consecutive fp8 of a K row become the fragments k = 2t.., 2t+8.. when Q's fragments are taken in the same
-// order. The rows of O^T may be permuted at will: ldmatrix.trans on 16-bit units delivers V of d = 2g and 2g + 1 for keys 2t and 2t + 1, so rows
-// g and g + 8 of the fragment stand for d = 2g and 2g + 1. Conversion is three instructions per two numbers (sign-replicating byte
-// permute, shift, mask) and leaves K and V times 2^-120; 2^60 rides on Q, 2^60 on the exponent of P.
-// A tile is 128 keys of 128 bytes (one stage = 16 KB, one 128-byte-swizzled slab).
+// Two freedoms make that free of any transpose or extra trip through shared memory. The k index of a product may be
+// permuted on both sides alike: a thread's 4 consecutive fp8 of a K row become the fragments k = 2t.., 2t+8.. when Q's
+// fragments are taken in the same order. The rows of O^T may be permuted at will: ldmatrix.trans on 16-bit units
+// delivers V of d = 2g and 2g + 1 for keys 2t and 2t + 1, so rows g and g + 8 of the fragment stand for d = 2g and 2g
+// + 1. Conversion is three instructions per two numbers (sign-replicating byte permute, shift, mask) and leaves K and V
+// times 2^-120; 2^60 rides on Q, 2^60 on the exponent of P. A tile is 128 keys of 128 bytes (one stage = 16 KB, one
+// 128-byte-swizzled slab).
 #pragma once
 #include "decode_common.cuh"
 
@@ -30,7 +31,8 @@ struct Loader8 {
   const int* row_pages;
   int4 pa, pb;
 
-  __device__ Loader8(const Params& params, u32 base, const Worker& wk) : p(params), ring(base), item(wk.begin), end(wk.end) {
+  __device__ Loader8(const Params& params, u32 base, const Worker& wk)
+      : p(params), ring(base), item(wk.begin), end(wk.end) {
     int row = threadIdx.x / 8, c = threadIdx.x % 8;
     row_off = row * kHeads * kDim + c * 16;
     dst_off = row * 128 + ((c ^ (row & 7)) << 4);
@@ -108,7 +110,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_fp8(const __grid_c
       qf[c][0] = x.x, qf[c][1] = x.y;
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        qf[c][h] = pack2<Half16::bf16>(__uint_as_float(qf[c][h] << 16) * 0x1p60f, __uint_as_float(qf[c][h] & 0xffff0000u) * 0x1p60f);
+        qf[c][h] = pack2<Half16::bf16>(__uint_as_float(qf[c][h] << 16) * 0x1p60f,
+                                       __uint_as_float(qf[c][h] & 0xffff0000u) * 0x1p60f);
     }
     float rm[2], rl[2], racc[2][4];
     bool have = false;
@@ -119,7 +122,10 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_fp8(const __grid_c
       float m[2] = {kNegInf, kNegInf}, l[2] = {0.f, 0.f}, acc[2][4] = {};
 #pragma unroll 1
       for (; tile < leaf_end; ++tile) {
-        if (first) cp_async_wait<Stages - 1>(); else cp_async_wait<Stages - 2>();
+        if (first)
+          cp_async_wait<Stages - 1>();
+        else
+          cp_async_wait<Stages - 2>();
         __syncthreads();
         if (!first) ld.issue();
         first = false;
@@ -155,7 +161,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_fp8(const __grid_c
         ld.issue();
         float2 x0 = *(float2*)(s_red + 2 * t), x1 = *(float2*)(s_red + 8 + 2 * t), x2 = *(float2*)(s_red + 16 + 2 * t),
                x3 = *(float2*)(s_red + 24 + 2 * t);
-        float corr[2], mx[2] = {fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)), fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y))};
+        float corr[2],
+            mx[2] = {fmaxf(fmaxf(x0.x, x1.x), fmaxf(x2.x, x3.x)), fmaxf(fmaxf(x0.y, x1.y), fmaxf(x2.y, x3.y))};
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float mn = fmaxf(m[c], mx[c] * scale);
@@ -172,7 +179,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_fp8(const __grid_c
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          *(u32*)(s_p + (w * 32 + j * 8 + g) * 16 + t * 4) = pack2<Half16::bf16>(s[j / 2][j % 2 * 2], s[j / 2][j % 2 * 2 + 1]);
+          *(u32*)(s_p + (w * 32 + j * 8 + g) * 16 + t * 4) =
+              pack2<Half16::bf16>(s[j / 2][j % 2 * 2], s[j / 2][j % 2 * 2 + 1]);
         cp_async_wait<Stages - 1>();
         __syncthreads();
         {
@@ -188,8 +196,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_fp8(const __grid_c
               ldmatrix_x4_trans(r, vb + (kp * 2 + h) * 2048);
 #pragma unroll
               for (int mt = 0; mt < 2; ++mt) {
-                u32 a[4] = {e4m3_pair<0xA280>(r[2 * mt]), e4m3_pair<0xB391>(r[2 * mt]), e4m3_pair<0xA280>(r[2 * mt + 1]),
-                            e4m3_pair<0xB391>(r[2 * mt + 1])};
+                u32 a[4] = {e4m3_pair<0xA280>(r[2 * mt]), e4m3_pair<0xB391>(r[2 * mt]),
+                            e4m3_pair<0xA280>(r[2 * mt + 1]), e4m3_pair<0xB391>(r[2 * mt + 1])};
                 mma_m16n8k16<Half16::bf16>(acc[mt], a, b[2 * h], b[2 * h + 1]);
               }
             }
@@ -237,7 +245,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_fp8(const __grid_c
             *(u32*)(p.out + ((size_t)it.pair * kGroup + q) * kDim + d) =
                 pack2<Half16::bf16>(__fmul_rn(racc[mt][c], inv), __fmul_rn(racc[mt][c + 2], inv));
           else
-            *(float2*)(p.part + ((size_t)leaf_slot * kGroup + q) * kDim + d) = make_float2(racc[mt][c], racc[mt][c + 2]);
+            *(float2*)(p.part + ((size_t)leaf_slot * kGroup + q) * kDim + d) =
+                make_float2(racc[mt][c], racc[mt][c + 2]);
         }
         if (it.slot0 >= 0 && g == 0 && w == 0) p.ml[(size_t)leaf_slot * kGroup + q] = make_float2(rm[c], rl[c]);
       }

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode with queries on M: wgmma m64 (decode_m64) and mma.sync m16n8k16 (decode_m16). Rows past the live ones are padding.
+// Decode with queries on M: wgmma m64 (decode_m64) and mma.sync m16n8k16 (decode_m16). Rows past the live ones are
+// padding.
 #pragma once
 #include "decode_common.cuh"
 
 namespace exp_decode {
 
-// wgmma: S[64 x 64 keys] = Q K^T, P stays in registers as the A operand of O[64 x 128] = P V. The descriptor of Q repeats its 8 rows
-// (stride 0), so Q takes 2 KB; only rows 0..7 (warp 0, first halves) are used, the other warps multiply zeros.
+// wgmma: S[64 x 64 keys] = Q K^T, P stays in registers as the A operand of O[64 x 128] = P V. The descriptor of Q
+// repeats its 8 rows (stride 0), so Q takes 2 KB; only rows 0..7 (warp 0, first halves) are used, the other warps
+// multiply zeros.
 template <int Stages, int CtasPerSm>
 __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem[];
@@ -77,8 +79,10 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_c
           m = mn;
 #pragma unroll
           for (int ks = 0; ks < 4; ++ks) {
-            float e0 = ex2(__fmaf_rn(s[8 * ks], p.scale_log2, -mn)), e1 = ex2(__fmaf_rn(s[8 * ks + 1], p.scale_log2, -mn));
-            float e2 = ex2(__fmaf_rn(s[8 * ks + 4], p.scale_log2, -mn)), e3 = ex2(__fmaf_rn(s[8 * ks + 5], p.scale_log2, -mn));
+            float e0 = ex2(__fmaf_rn(s[8 * ks], p.scale_log2, -mn)),
+                  e1 = ex2(__fmaf_rn(s[8 * ks + 1], p.scale_log2, -mn));
+            float e2 = ex2(__fmaf_rn(s[8 * ks + 4], p.scale_log2, -mn)),
+                  e3 = ex2(__fmaf_rn(s[8 * ks + 5], p.scale_log2, -mn));
             sum += (e0 + e1) + (e2 + e3);
             pa[ks][0] = pack2<Half16::bf16>(e0, e1);
             pa[ks][2] = pack2<Half16::bf16>(e2, e3);
@@ -93,7 +97,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_c
         wgmma_pin(acc);
         wgmma_fence();
 #pragma unroll
-        for (int ks = 0; ks < 4; ++ks) Wgmma<Half16::bf16, 128>::template rs<1>(acc, pa[ks], desc_add(dv, ks * 2048), 1);
+        for (int ks = 0; ks < 4; ++ks)
+          Wgmma<Half16::bf16, 128>::template rs<1>(acc, pa[ks], desc_add(dv, ks * 2048), 1);
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_pin(acc);
@@ -120,7 +125,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_c
               *(u32*)(p.out + ((size_t)it.pair * kGroup + g) * kDim + 8 * j + 2 * t) =
                   pack2<Half16::bf16>(__fmul_rn(racc[64 * j], inv), __fmul_rn(racc[64 * j + 32], inv));
             else
-              *(float2*)(p.part + ((size_t)leaf_slot * kGroup + g) * kDim + 8 * j + 2 * t) = make_float2(racc[64 * j], racc[64 * j + 32]);
+              *(float2*)(p.part + ((size_t)leaf_slot * kGroup + g) * kDim + 8 * j + 2 * t) =
+                  make_float2(racc[64 * j], racc[64 * j + 32]);
           }
           if (it.slot0 >= 0 && t == 0) p.ml[(size_t)leaf_slot * kGroup + g] = make_float2(rm, rl);
         }
@@ -133,8 +139,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m64(const __grid_c
   }
 }
 
-// mma.sync: warp w multiplies Q with keys 16w.., P goes through shared memory, then the warp owns d 32w.. of O for all 64 keys, so the
-// keys of a tile are summed in one order, as in a prefill warpgroup.
+// mma.sync: warp w multiplies Q with keys 16w.., P goes through shared memory, then the warp owns d 32w.. of O for all
+// 64 keys, so the keys of a tile are summed in one order, as in a prefill warpgroup.
 template <int Stages, int CtasPerSm>
 __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char smem[];
@@ -153,11 +159,14 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_c
   for (int i = 0; i < Stages; ++i) ld.issue();
   int slot = 0;
   auto advance = [&] { slot = slot + 1 == Stages ? 0 : slot + 1; };
-  // The slot of K is refilled after the barrier inside the softmax, the slot of V after the next tile's first barrier: at the wait for
-  // V Stages - 1 younger groups are open, at the wait for K one less, except at the first tile.
+  // The slot of K is refilled after the barrier inside the softmax, the slot of V after the next tile's first barrier:
+  // at the wait for V Stages - 1 younger groups are open, at the wait for K one less, except at the first tile.
   bool first = true;
   auto await_k = [&] {
-    if (first) cp_async_wait<Stages - 1>(); else cp_async_wait<Stages - 2>();
+    if (first)
+      cp_async_wait<Stages - 1>();
+    else
+      cp_async_wait<Stages - 2>();
     __syncthreads();
     if (!first) ld.issue();
     first = false;
@@ -175,7 +184,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_c
     for (int ks = 0; ks < 8; ++ks)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        qa[ks][h] = g < kGroup ? *(const u32*)(p.q + ((size_t)it.pair * kGroup + g) * kDim + ks * 16 + h * 8 + 2 * t) : 0u;
+        qa[ks][h] =
+            g < kGroup ? *(const u32*)(p.q + ((size_t)it.pair * kGroup + g) * kDim + ks * 16 + h * 8 + 2 * t) : 0u;
     float rm = 0, rl = 0, racc[8];
     bool have = false;
     int leaf_slot = it.slot0;
@@ -272,7 +282,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_m16(const __grid_c
             *(u32*)(p.out + ((size_t)it.pair * kGroup + g) * kDim + d) =
                 pack2<Half16::bf16>(__fmul_rn(racc[2 * n], inv), __fmul_rn(racc[2 * n + 1], inv));
           else
-            *(float2*)(p.part + ((size_t)leaf_slot * kGroup + g) * kDim + d) = make_float2(racc[2 * n], racc[2 * n + 1]);
+            *(float2*)(p.part + ((size_t)leaf_slot * kGroup + g) * kDim + d) =
+                make_float2(racc[2 * n], racc[2 * n + 1]);
         }
         if (it.slot0 >= 0 && t == 0 && w == 0) p.ml[(size_t)leaf_slot * kGroup + g] = make_float2(rm, rl);
       }

@@ -1,34 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode with the operands swapped: S^T = K Q^T and O^T = V^T P^T, keys (then d) on M, queries on N.
-// Wg: wgmma m64nNk16 with both operands in shared memory; else mma.sync m16n8k16 (N = 8), a warp owning 16 keys, then 32 of d.
-// RowOrder (N = 8): the sum of exponentials is formed in the order of a kernel with queries on M (thread t of a quad adds keys 2t, 2t+1 of
-// every 8), so that the whole state has the bits of decode_m64: P goes to shared memory in float32 too and warp 0 adds it up.
-// Wgs > 1: that many warpgroups per CTA, each a worker with its own ring; with kMergeCta their one item each is a run of the same pair,
-// and the states fold in shared memory.
-// A thread holds S^T of keys 16w + g (+8) and queries 8n + 2t (+1); the softmax runs down the columns, across lanes and warps.
+// Wg: wgmma m64nNk16 with both operands in shared memory; else mma.sync m16n8k16 (N = 8), a warp owning 16 keys, then
+// 32 of d. RowOrder (N = 8): the sum of exponentials is formed in the order of a kernel with queries on M (thread t of
+// a quad adds keys 2t, 2t+1 of every 8), so that the whole state has the bits of decode_m64: P goes to shared memory in
+// float32 too and warp 0 adds it up. Wgs > 1: that many warpgroups per CTA, each a worker with its own ring; with
+// kMergeCta their one item each is a run of the same pair, and the states fold in shared memory. A thread holds S^T of
+// keys 16w + g (+8) and queries 8n + 2t (+1); the softmax runs down the columns, across lanes and warps.
 #pragma once
 #include "decode_common.cuh"
 
 namespace exp_decode {
 
 template <bool Wg, int N, int Stages, int CtasPerSm, bool RowOrder = false, int Wgs = 1>
-__global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads* Wgs, CtasPerSm) decode_swap(const __grid_constant__ Params p) {
   static_assert(N == 8 || (Wg && !RowOrder), "mma.sync and RowOrder take 8 queries");
   constexpr int kRowE = kTile + 4;  // floats, conflict-free
   constexpr int NG = N / 8, C = 2 * NG, A = Wg ? N / 2 : 4;
   extern __shared__ __align__(1024) unsigned char smem_all[];
   const int wg = Wgs == 1 ? 0 : __shfl_sync(~0u, threadIdx.x / kThreads, 0);
-  constexpr int kBytes = (Stages * kStage + N * 256 + NG * 1024 + N * 16 + (RowOrder ? 8 * kRowE * 4 : 0) + 1023) / 1024 * 1024;
+  constexpr int kBytes =
+      (Stages * kStage + N * 256 + NG * 1024 + N * 16 + (RowOrder ? 8 * kRowE * 4 : 0) + 1023) / 1024 * 1024;
   unsigned char* smem = smem_all + wg * kBytes;
   unsigned char *s_q = smem + Stages * kStage, *s_p = s_q + N * 256;
   float* s_red = (float*)(s_p + NG * 1024);  // [4, N]
   float* s_e = s_red + 4 * N;                // [8, kRowE] if RowOrder
   __shared__ int s_flag;
   const u32 ring = smem_addr(smem), a_q = smem_addr(s_q), a_p = smem_addr(s_p);
-  const int tid = threadIdx.x % kThreads, w = __shfl_sync(~0u, tid / 32, 0), lane = tid % 32, g = lane / 4, t = lane % 4;
+  const int tid = threadIdx.x % kThreads, w = __shfl_sync(~0u, tid / 32, 0), lane = tid % 32, g = lane / 4,
+            t = lane % 4;
   grid_dep_launch();
   auto sync = [&] {
-    if constexpr (Wgs == 1) __syncthreads(); else bar_sync(1 + wg, kThreads);
+    if constexpr (Wgs == 1)
+      __syncthreads();
+    else
+      bar_sync(1 + wg, kThreads);
   };
   const Worker wk = p.workers[blockIdx.x * Wgs + wg];
   const int begin = wk.begin, end = wk.end;
@@ -40,11 +45,14 @@ __global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const _
   for (int i = 0; i < Stages; ++i) ld.issue();
   int slot = 0;
   auto advance = [&] { slot = slot + 1 == Stages ? 0 : slot + 1; };
-  // The slot of K is refilled after the barrier inside the softmax, the slot of V after the next tile's first barrier: at the wait for
-  // V Stages - 1 younger groups are open, at the wait for K one less, except at the first tile.
+  // The slot of K is refilled after the barrier inside the softmax, the slot of V after the next tile's first barrier:
+  // at the wait for V Stages - 1 younger groups are open, at the wait for K one less, except at the first tile.
   bool first = true;
   auto await_k = [&] {
-    if (first) cp_async_wait<Stages - 1>(); else cp_async_wait<Stages - 2>();
+    if (first)
+      cp_async_wait<Stages - 1>();
+    else
+      cp_async_wait<Stages - 2>();
     fence_proxy_async();
     sync();
     if (!first) ld.issue();
@@ -106,13 +114,14 @@ __global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const _
 #pragma unroll
           for (int c = 0; c < 4; ++c) s[c] = 0.f;
           const int row = w * 16 + (lane & 15);
-          // the ring is 1024-byte aligned: a k-step is one XOR on the address, nothing for the compiler to keep in registers
+          // the ring is 1024-byte aligned: a k-step is one XOR on the address, nothing for the compiler to keep in
+          // registers
           const u32 kb = ring + slot * kStage + row * 128 + (((lane >> 4) ^ (row & 7)) << 4);
 #pragma unroll
           for (int ks = 0; ks < 8; ++ks) {
             u32 a[4];
             ldmatrix_x4(a, (kb ^ (ks % 4 << 5)) + ks / 4 * (kTile * 128));
-            mma_m16n8k16<Half16::bf16>(reinterpret_cast<float(&)[4]>(s), a, qf[ks][0], qf[ks][1]);
+            mma_m16n8k16<Half16::bf16>(reinterpret_cast<float (&)[4]>(s), a, qf[ks][0], qf[ks][1]);
           }
         }
         advance();
@@ -126,7 +135,8 @@ __global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const _
         }
         if (g == 0)
 #pragma unroll
-          for (int n = 0; n < NG; ++n) *(float2*)(s_red + w * N + n * 8 + 2 * t) = make_float2(cm[2 * n], cm[2 * n + 1]);
+          for (int n = 0; n < NG; ++n)
+            *(float2*)(s_red + w * N + n * 8 + 2 * t) = make_float2(cm[2 * n], cm[2 * n + 1]);
         sync();
         ld.issue();
         float corr[2];
@@ -165,7 +175,8 @@ __global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const _
           float c0 = __shfl_sync(~0u, corr[0], g / 2), c1 = __shfl_sync(~0u, corr[1], g / 2), sum = 0.f;
 #pragma unroll
           for (int ks = 0; ks < 4; ++ks) {
-            float2 a = *(float2*)(s_e + g * kRowE + ks * 16 + 2 * t), b = *(float2*)(s_e + g * kRowE + ks * 16 + 8 + 2 * t);
+            float2 a = *(float2*)(s_e + g * kRowE + ks * 16 + 2 * t),
+                   b = *(float2*)(s_e + g * kRowE + ks * 16 + 8 + 2 * t);
             sum += (a.x + a.y) + (b.x + b.y);
           }
           row_l = __fmaf_rn(row_l, g % 2 ? c1 : c0, sum);
@@ -178,7 +189,8 @@ __global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const _
           for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
             for (int ks = 0; ks < 4; ++ks)
-              Wgmma<Half16::bf16, N>::template ss<1, 1>(acc[mt], desc_add(dv, mt * (kTile * 128) + ks * 2048), desc_add(dp, ks * 256), 1);
+              Wgmma<Half16::bf16, N>::template ss<1, 1>(acc[mt], desc_add(dv, mt * (kTile * 128) + ks * 2048),
+                                                        desc_add(dp, ks * 256), 1);
           wgmma_commit();
           wgmma_wait<0>();
           wgmma_pin(acc[0]), wgmma_pin(acc[1]);
@@ -195,7 +207,7 @@ __global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const _
               for (int mt = 0; mt < 2; ++mt) {
                 u32 a[4];
                 ldmatrix_x4_trans(a, (vb ^ (mt << 5)) + (kp * 2 + h) * 2048);
-                mma_m16n8k16<Half16::bf16>(reinterpret_cast<float(&)[4]>(acc[mt]), a, b[2 * h], b[2 * h + 1]);
+                mma_m16n8k16<Half16::bf16>(reinterpret_cast<float (&)[4]>(acc[mt]), a, b[2 * h], b[2 * h + 1]);
               }
           }
         }
@@ -247,8 +259,8 @@ __global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const _
       have = true;
       const bool run_from_zero = it.tile0 == 0;
       if (run_from_zero && tile < it.tile1) continue;
-      // write: the output itself, or one state. One base pointer and constant offsets: the end of a short kernel runs from a cold
-      // instruction cache, so its code is kept small.
+      // write: the output itself, or one state. One base pointer and constant offsets: the end of a short kernel runs
+      // from a cold instruction cache, so its code is kept small.
       static_assert(kGroup == 4, "live queries are those of t = 0, 1 in the first group of 8");
       if (t < 2) {
         const int d = (Wg ? w * 16 : w * 32) + g;
@@ -265,7 +277,8 @@ __global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const _
           for (int c = 0; c < 2; ++c) {
             float inv = rcp(rl[c]);
 #pragma unroll
-            for (int x = 0; x < 4; ++x) o[c * kDim + x / 2 * (Wg ? 64 : 16) + x % 2 * 8] = to_bf16(__fmul_rn(racc[x / 2][c + x % 2 * 2], inv));
+            for (int x = 0; x < 4; ++x)
+              o[c * kDim + x / 2 * (Wg ? 64 : 16) + x % 2 * 8] = to_bf16(__fmul_rn(racc[x / 2][c + x % 2 * 2], inv));
           }
         } else {
           float* o = p.part + ((size_t)leaf_slot * kGroup + 2 * t) * kDim + d;
@@ -273,7 +286,8 @@ __global__ void __launch_bounds__(kThreads * Wgs, CtasPerSm) decode_swap(const _
           for (int c = 0; c < 2; ++c)
 #pragma unroll
             for (int x = 0; x < 4; ++x) o[c * kDim + x / 2 * (Wg ? 64 : 16) + x % 2 * 8] = racc[x / 2][c + x % 2 * 2];
-          if (g == 0 && w == 0) *(float4*)(p.ml + (size_t)leaf_slot * kGroup + 2 * t) = make_float4(rm[0], rl[0], rm[1], rl[1]);
+          if (g == 0 && w == 0)
+            *(float4*)(p.ml + (size_t)leaf_slot * kGroup + 2 * t) = make_float4(rm[0], rl[0], rm[1], rl[1]);
         }
       }
       ++leaf_slot;

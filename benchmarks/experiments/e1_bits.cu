@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // E1: do the bits of one element of a tensor-core product depend on anything but its own two vectors?
 //
-// Every CTA is one trial: two vectors x, y of 128 16-bit numbers and a start value c. x sits in one row of A, y in one column of B
-// (or the other way round), every other row and column holds zeros, random numbers or NaN/inf garbage; the one element x.y + c is
-// kept. The host counts how many of the trials differ in any bit from mma.sync with x in row 0, y in column 0 and zeros elsewhere.
+// Every CTA is one trial: two vectors x, y of 128 16-bit numbers and a start value c. x sits in one row of A, y in one
+// column of B (or the other way round), every other row and column holds zeros, random numbers or NaN/inf garbage; the
+// one element x.y + c is kept. The host counts how many of the trials differ in any bit from mma.sync with x in row 0,
+// y in column 0 and zeros elsewhere.
 #include <cmath>
 
 #include "common.cuh"
@@ -41,7 +42,9 @@ __device__ unsigned short elem(const Case& cs, int side, int pos, int star, int 
 __device__ unsigned pair(const Case& cs, int side, int pos, int star, int k) {
   return elem(cs, side, pos, star, k) | (unsigned)elem(cs, side, pos, star, k + 1) << 16;
 }
-__device__ int star_of(const Case& cs, int side, int n) { return cs.move ? hash32(cs.seed * 7919ull + blockIdx.x * 2 + side) % n : 0; }
+__device__ int star_of(const Case& cs, int side, int n) {
+  return cs.move ? hash32(cs.seed * 7919ull + blockIdx.x * 2 + side) % n : 0;
+}
 
 template <Half16 T>
 __global__ void mma_case(Case cs) {
@@ -60,7 +63,8 @@ __global__ void mma_case(Case cs) {
     if (g + (r / 2) * 8 == i && 2 * t + r % 2 == j) cs.out[blockIdx.x] = __float_as_uint(d[r]);
 }
 
-// Byte offset of element (pos, k) in a 128-byte-swizzled operand of `extent` rows: K-major in slabs of 64 k, or MN-major in slabs of 64 pos.
+// Byte offset of element (pos, k) in a 128-byte-swizzled operand of `extent` rows: K-major in slabs of 64 k, or
+// MN-major in slabs of 64 pos.
 __device__ unsigned offset(int mn_major, int extent, int pos, int k) {
   int row = mn_major ? k : pos, col = mn_major ? pos : k;
   int slab = (mn_major ? kDim : extent) * 128;
@@ -146,15 +150,20 @@ static void compare(const Data& d, const std::vector<unsigned>& ref, Launch f, c
         for (int t = 0; t < kTrials; ++t) bad[fill][chain] += v[t] != ref[t];
         total += bad[fill][chain], ++runs;
       }
-    printf("{\"exp\":\"E1\",\"type\":\"%s\",\"data\":\"%s\",\"instr\":\"%s\",\"x_on\":\"%s\",\"trials\":%d,\"differ_zero\":%d,"
-           "\"differ_random\":%d,\"differ_nan\":%d,\"differ_stepwise\":%d}\n",
-           d.type, d.dist, name, role ? "B" : "A", kTrials, bad[0][0], bad[1][0], bad[2][0], bad[0][1] + bad[1][1] + bad[2][1]);
+    printf(
+        "{\"exp\":\"E1\",\"type\":\"%s\",\"data\":\"%s\",\"instr\":\"%s\",\"x_on\":\"%s\",\"trials\":%d,\"differ_"
+        "zero\":%d,"
+        "\"differ_random\":%d,\"differ_nan\":%d,\"differ_stepwise\":%d}\n",
+        d.type, d.dist, name, role ? "B" : "A", kTrials, bad[0][0], bad[1][0], bad[2][0],
+        bad[0][1] + bad[1][1] + bad[2][1]);
   }
   g_bad += total != 0;
 }
 
 template <Half16 T>
-static void l_mma(Case c) { mma_case<T><<<kTrials, 32>>>(c); }
+static void l_mma(Case c) {
+  mma_case<T><<<kTrials, 32>>>(c);
+}
 template <Half16 T, int N, bool RS, int TA, int TB>
 static void l_wg(Case c) {
   int smem = 1024 + 64 * kDim * 2 + (N < 64 ? 64 : N) * kDim * 2;
@@ -177,7 +186,8 @@ static void all(Data d, bool wide, bool with_c) {
   d.dist = wide ? (with_c ? "wide,c" : "wide") : (with_c ? "narrow,c" : "narrow");
   std::vector<unsigned short> x(kTrials * kDim), y(x.size());
   std::vector<float> c(kTrials);
-  int bits = T == Half16::bf16 ? 7 : 10, bias = T == Half16::bf16 ? 127 : 15, span = wide ? (T == Half16::bf16 ? 24 : 12) : 3;
+  int bits = T == Half16::bf16 ? 7 : 10, bias = T == Half16::bf16 ? 127 : 15,
+      span = wide ? (T == Half16::bf16 ? 24 : 12) : 3;
   auto draw = [&](unsigned long long n) {
     unsigned h = hash32(n * 0x9e3779b97f4a7c15ull + 99);
     return (unsigned short)((h & 0x8000) | (bias - (h >> 16) % span) << bits | (h & ((1 << bits) - 1)));
@@ -190,7 +200,8 @@ static void all(Data d, bool wide, bool with_c) {
   l_mma<T>(Case{d.x, d.y, d.c, d.out, 0, 0, 0, 1});
   CHECK(cudaGetLastError());
   auto ref = fetch(d);
-  // The harness must be able to see a difference: a sequential float32 sum of the same products has other bits in most trials.
+  // The harness must be able to see a difference: a sequential float32 sum of the same products has other bits in most
+  // trials.
   int differ = 0;
   double worst = 0;
   for (int t = 0; t < kTrials; ++t) {
@@ -212,12 +223,15 @@ static void all(Data d, bool wide, bool with_c) {
     memcpy(&r, &ref[t], 4);
     worst = std::max(worst, fabs(r - e) / (fabs(e) + 1e-3));
   }
-  printf("{\"exp\":\"E1\",\"type\":\"%s\",\"data\":\"%s\",\"instr\":\"float32 sequential sum\",\"trials\":%d,\"differ\":%d,"
-         "\"mma_max_rel_err\":%.3g}\n",
-         d.type, d.dist, kTrials, differ, worst);
+  printf(
+      "{\"exp\":\"E1\",\"type\":\"%s\",\"data\":\"%s\",\"instr\":\"float32 sequential "
+      "sum\",\"trials\":%d,\"differ\":%d,"
+      "\"mma_max_rel_err\":%.3g}\n",
+      d.type, d.dist, kTrials, differ, worst);
   compare(d, ref, l_mma<T>, "mma.sync m16n8k16");
   // Positive control and a question of its own: the same products in another order of k.
-  const char* orders[] = {"k-steps of 16 reversed", "shuffled inside each 16", "halves of each 16 swapped", "shuffled inside each 8", "shuffled over all 128"};
+  const char* orders[] = {"k-steps of 16 reversed", "shuffled inside each 16", "halves of each 16 swapped",
+                          "shuffled inside each 8", "shuffled over all 128"};
   for (int o = 0; o < 5; ++o) {
     std::vector<unsigned short> px(x.size()), py(x.size());
     for (int t = 0; t < kTrials; ++t) {
@@ -239,12 +253,15 @@ static void all(Data d, bool wide, bool with_c) {
       auto v = fetch(d);
       for (int t = 0; t < kTrials; ++t) bad[f] += v[t] != ref[t];
     }
-    printf("{\"exp\":\"E1\",\"type\":\"%s\",\"data\":\"%s\",\"order\":\"%s\",\"trials\":%d,\"mma_other_bits\":%d,\"wgmma_other_bits\":%d}\n", d.type, d.dist,
-           orders[o], kTrials, bad[0], bad[1]);
+    printf(
+        "{\"exp\":\"E1\",\"type\":\"%s\",\"data\":\"%s\",\"order\":\"%s\",\"trials\":%d,\"mma_other_bits\":%d,\"wgmma_"
+        "other_bits\":%d}\n",
+        d.type, d.dist, orders[o], kTrials, bad[0], bad[1]);
   }
   CHECK(cudaMemcpy(d.x, x.data(), x.size() * 2, cudaMemcpyHostToDevice));
   CHECK(cudaMemcpy(d.y, y.data(), y.size() * 2, cudaMemcpyHostToDevice));
-  all_n<T, 8>(d, ref), all_n<T, 16>(d, ref), all_n<T, 24>(d, ref), all_n<T, 32>(d, ref), all_n<T, 64>(d, ref), all_n<T, 128>(d, ref);
+  all_n<T, 8>(d, ref), all_n<T, 16>(d, ref), all_n<T, 24>(d, ref), all_n<T, 32>(d, ref), all_n<T, 64>(d, ref),
+      all_n<T, 128>(d, ref);
 }
 
 int main() {

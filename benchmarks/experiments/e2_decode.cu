@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// E2 and E4: decode microkernels (queries on M=64, swap-AB at N = 8, 16, 32, mma.sync both ways) and the cost of the fold.
+// E2 and E4: decode microkernels (queries on M=64, swap-AB at N = 8, 16, 32, mma.sync both ways) and the cost of the
+// fold.
 //
-// bf16, 32 query / 8 KV heads, head_dim 128, pages of 16 in random order, NHD. Every variant is checked against float64 on sampled
-// rows, and its bits are compared between worker counts and cuts. Times: median over graph replays, per launch; launches rotate over
-// disjoint page sets so that the L2 is cold and clean.
+// bf16, 32 query / 8 KV heads, head_dim 128, pages of 16 in random order, NHD. Every variant is checked against float64
+// on sampled rows, and its bits are compared between worker counts and cuts. Times: median over graph replays, per
+// launch; launches rotate over disjoint page sets so that the L2 is cold and clean.
 #include <cmath>
 
 #include "decode_fp8.cuh"
@@ -42,7 +43,8 @@ __global__ void __launch_bounds__(kThreads, CtasPerSm) decode_stream(const __gri
 
 __global__ void fill_bf16(unsigned short* x, size_t n, unsigned seed, float scale) {
   for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
-    x[i] = (unsigned short)pack2<Half16::bf16>(__uint_as_float((unsigned)bf16_uniform(hash32(i * 0x9e3779b97f4a7c15ull + seed)) << 16) * scale, 0.f);
+    x[i] = (unsigned short)pack2<Half16::bf16>(
+        __uint_as_float((unsigned)bf16_uniform(hash32(i * 0x9e3779b97f4a7c15ull + seed)) << 16) * scale, 0.f);
 }
 
 // Random e4m3 of either sign, 2^-6 <= |x| < 4, with some zeros and subnormals.
@@ -152,8 +154,22 @@ static void upload(const Plan& pl) {
 
 static Params params(const Problem& pr, const Variant& v, int set, int leaf, int merge) {
   int ppr = pr.kv_len / kPage;
-  return Params{D.q, v.fp8 ? D.k8 : D.k, v.fp8 ? D.v8 : D.v, D.table + (size_t)set * pr.requests * ppr, ppr, D.items, D.workers, D.merges, D.part, D.ml, D.counters, D.out,
-                (float)(1.4426950408889634 / sqrt(128.0)), leaf, merge, D.num_merges};
+  return Params{D.q,
+                v.fp8 ? D.k8 : D.k,
+                v.fp8 ? D.v8 : D.v,
+                D.table + (size_t)set * pr.requests * ppr,
+                ppr,
+                D.items,
+                D.workers,
+                D.merges,
+                D.part,
+                D.ml,
+                D.counters,
+                D.out,
+                (float)(1.4426950408889634 / sqrt(128.0)),
+                leaf,
+                merge,
+                D.num_merges};
 }
 
 static void launch(const Variant& v, int workers, const Params& p, cudaStream_t s, bool pdl) {
@@ -203,14 +219,16 @@ static double worst_error(const Problem& pr, const Variant& v, const std::vector
       for (int i = 0; i < ppr; ++i) {
         size_t at = (size_t)table[req * ppr + i] * page.size();
         if (v.fp8) {
-          CHECK(cudaMemcpy(bytes.data(), (unsigned char*)(half ? D.v8 : D.k8) + at, bytes.size(), cudaMemcpyDeviceToHost));
+          CHECK(cudaMemcpy(bytes.data(), (unsigned char*)(half ? D.v8 : D.k8) + at, bytes.size(),
+                           cudaMemcpyDeviceToHost));
         } else {
           CHECK(cudaMemcpy(page.data(), (half ? D.v : D.k) + at, page.size() * 2, cudaMemcpyDeviceToHost));
         }
         for (int r = 0; r < kPage; ++r)
           for (int d = 0; d < kDim; ++d) {
             int e = (r * kHeads + head) * kDim + d;
-            (half ? vf : kf)[(size_t)(i * kPage + r) * kDim + d] = v.fp8 ? e4m3_to_float(bytes[e]) : bf16_to_float(page[e]);
+            (half ? vf : kf)[(size_t)(i * kPage + r) * kDim + d] =
+                v.fp8 ? e4m3_to_float(bytes[e]) : bf16_to_float(page[e]);
           }
       }
     CHECK(cudaMemcpy(q.data(), D.q + (size_t)pair * kGroup * kDim, q.size() * 2, cudaMemcpyDeviceToHost));
@@ -267,15 +285,23 @@ static double time_us(const Problem& pr, const Variant& v, int workers, int leaf
   return median(t);
 }
 
-static void bench(const char* exp, Problem pr, const Variant& v, int sms, int leaf, int unit, int merge, bool pdl = false) {
+static void bench(const char* exp, Problem pr, const Variant& v, int sms, int leaf, int unit, int merge,
+                  bool pdl = false) {
   pr = adapt(pr, v, leaf, unit);
   int workers = sms * v.ctas;
   Plan pl = make_plan(pr, workers, leaf, unit);
   upload(pl);
-  double us = time_us(pr, v, workers, leaf, merge, pdl), bytes = (double)pr.requests * pr.kv_len * kHeads * kDim * (v.fp8 ? 2 : 4);
-  printf("{\"exp\":\"%s\",\"variant\":\"%s\",\"bs\":%d,\"kv\":%d,\"leaf\":%d,\"unit\":%d,\"merge\":\"%s\",\"pdl\":%s,\"slots\":%d,\"cuts\":%d,\"us\":%.2f,\"tb_s\":%.3f}\n",
-         exp, v.name, pr.requests, pr.kv_len, leaf * v.tile, unit * v.tile, merge == 0 ? "none" : merge == 1 ? "last" : merge == 2 ? "kernel" : "cta", pdl ? "true" : "false",
-         pl.slots, pl.cut, us, bytes / us * 1e-6);
+  double us = time_us(pr, v, workers, leaf, merge, pdl),
+         bytes = (double)pr.requests * pr.kv_len * kHeads * kDim * (v.fp8 ? 2 : 4);
+  printf(
+      "{\"exp\":\"%s\",\"variant\":\"%s\",\"bs\":%d,\"kv\":%d,\"leaf\":%d,\"unit\":%d,\"merge\":\"%s\",\"pdl\":%s,"
+      "\"slots\":%d,\"cuts\":%d,\"us\":%.2f,\"tb_s\":%.3f}\n",
+      exp, v.name, pr.requests, pr.kv_len, leaf * v.tile, unit * v.tile,
+      merge == 0   ? "none"
+      : merge == 1 ? "last"
+      : merge == 2 ? "kernel"
+                   : "cta",
+      pdl ? "true" : "false", pl.slots, pl.cut, us, bytes / us * 1e-6);
   fflush(stdout);
 }
 
@@ -333,8 +359,8 @@ int main() {
     CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, v.f, kThreads * v.wgs, v.smem));
     cudaFuncAttributes at;
     CHECK(cudaFuncGetAttributes(&at, v.f));
-    printf("{\"exp\":\"E2\",\"variant\":\"%s\",\"registers\":%d,\"local_bytes\":%d,\"ctas_per_sm\":%d,\"smem\":%d}\n", v.name, at.numRegs,
-           (int)at.localSizeBytes, n, v.smem);
+    printf("{\"exp\":\"E2\",\"variant\":\"%s\",\"registers\":%d,\"local_bytes\":%d,\"ctas_per_sm\":%d,\"smem\":%d}\n",
+           v.name, at.numRegs, (int)at.localSizeBytes, n, v.smem);
   }
 
   if (getenv("SANITIZE")) {  // one small launch of each variant, for compute-sanitizer
@@ -357,7 +383,8 @@ int main() {
     double err2 = worst_error(big, v, e);
     bool ok = same && e == f && err < 6e-3 && err2 < 6e-3;
     g_fail += !ok;
-    // The raw float32 states of one plan against those of wgmma with M = 64 (the order of a prefill kernel): accumulators, maxima, sums.
+    // The raw float32 states of one plan against those of wgmma with M = 64 (the order of a prefill kernel):
+    // accumulators, maxima, sums.
     run_once(small, v, 100, 4, 4, kMergeNone);
     int lf = 4, un = 4, states = make_plan(adapt(small, v, lf, un), 100, lf, un).slots * kGroup;
     std::vector<unsigned> acc((size_t)states * kDim);
@@ -367,11 +394,14 @@ int main() {
     if (v.f == (Kernel)decode_m64<6, 2>) acc0 = acc, ml0 = ml;
     int da = 0, dm = 0, dl = 0;
     for (size_t n = 0; n < acc.size(); ++n) da += acc[n] != acc0[n];
-    for (int n = 0; n < states; ++n) dm += memcmp(&ml[n].x, &ml0[n].x, 4) != 0, dl += memcmp(&ml[n].y, &ml0[n].y, 4) != 0;
+    for (int n = 0; n < states; ++n)
+      dm += memcmp(&ml[n].x, &ml0[n].x, 4) != 0, dl += memcmp(&ml[n].y, &ml0[n].y, 4) != 0;
     if (v.fp8) da = dm = dl = -1;
-    printf("{\"exp\":\"E2\",\"variant\":\"%s\",\"rel_err_small\":%.2e,\"rel_err_big\":%.2e,\"same_bits_any_cut\":%s,\"states\":%d,\"acc_other_bits\":%d,"
-           "\"max_other_bits\":%d,\"sum_other_bits\":%d,\"ok\":%s}\n",
-           v.name, err, err2, same && e == f ? "true" : "false", states, da, dm, dl, ok ? "true" : "false");
+    printf(
+        "{\"exp\":\"E2\",\"variant\":\"%s\",\"rel_err_small\":%.2e,\"rel_err_big\":%.2e,\"same_bits_any_cut\":%s,"
+        "\"states\":%d,\"acc_other_bits\":%d,"
+        "\"max_other_bits\":%d,\"sum_other_bits\":%d,\"ok\":%s}\n",
+        v.name, err, err2, same && e == f ? "true" : "false", states, da, dm, dl, ok ? "true" : "false");
   }
   fflush(stdout);
 
@@ -383,14 +413,23 @@ int main() {
     bench("E2", big, v, sms, 8, 8, kMergeLast);    // leaves of 512, equal runs
   }
   // Four warpgroups per CTA, one leaf each, folded in shared memory.
-  Variant four{"swap wgmma n8 1x4 warpgroups", decode_swap<true, 8, 3, 1, true, 4>, 4 * ((smem_swap(3, 8) + kRowOrder + 1023) / 1024 * 1024), 1, true, kTile, false, 4};
+  Variant four{"swap wgmma n8 1x4 warpgroups",
+               decode_swap<true, 8, 3, 1, true, 4>,
+               4 * ((smem_swap(3, 8) + kRowOrder + 1023) / 1024 * 1024),
+               1,
+               true,
+               kTile,
+               false,
+               4};
   CHECK(cudaFuncSetAttribute(four.f, cudaFuncAttributeMaxDynamicSharedMemorySize, four.smem));
   {
     auto a = run_once(small, four, 512, 4, 4, kMergeCta), b = run_once(small, vs[10], sms * 4, 4, 4, kMergeLast);
-    printf("{\"exp\":\"E4d\",\"variant\":\"%s\",\"rel_err_small\":%.2e,\"same_bits_as_last\":%s}\n", four.name, worst_error(small, four, a), a == b ? "true" : "false");
+    printf("{\"exp\":\"E4d\",\"variant\":\"%s\",\"rel_err_small\":%.2e,\"same_bits_as_last\":%s}\n", four.name,
+           worst_error(small, four, a), a == b ? "true" : "false");
     g_fail += a != b;
     four.ctas = 4;
-    for (int pdl = 0; pdl < 2; ++pdl) bench("E4d", small, four, 128, 4, 4, kMergeCta, pdl), bench("E4d", small, four, 128, 4, 4, kMergeNone, pdl);
+    for (int pdl = 0; pdl < 2; ++pdl)
+      bench("E4d", small, four, 128, 4, 4, kMergeCta, pdl), bench("E4d", small, four, 128, 4, 4, kMergeNone, pdl);
     bench("E4d", big, four, 128, 8, 64, kMergeNone);
     bench("E4d", big, four, sms, 32, 32, kMergeKernel, true);
   }
@@ -399,7 +438,9 @@ int main() {
     for (int leaf : {4, 8, 16, 32, 64}) {
       bench("E4a", big, vs[i], sms, leaf, 64, kMergeLast);
       if (leaf < 64) bench("E4b", big, vs[i], sms, leaf, leaf, kMergeLast);
-      if (leaf < 64 && i == 2) bench("E4b", big, vs[i], sms, leaf, leaf, kMergeNone), bench("E4b", big, vs[i], sms, leaf, leaf, kMergeKernel, true);
+      if (leaf < 64 && i == 2)
+        bench("E4b", big, vs[i], sms, leaf, leaf, kMergeNone),
+            bench("E4b", big, vs[i], sms, leaf, leaf, kMergeKernel, true);
     }
   // E4c: S states of 256 keys each, 512 states in all, one per CTA; how they are merged
   for (int i : {2})

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Builds, checks and times the Hopper prefill family outside the runtime: plans by longest-item-first, contiguous and paged caches,
-// every loader. Each timed configuration is compared with a float64 reference on sampled rows, and its output with that of other
-// loaders and worker counts bit by bit. One JSON object per line.
-//   nvcc -std=c++17 -gencode=arch=compute_90a,code=sm_90a -O3 -I backends/cuda -I variants/include -o prefill benchmarks/experiments/prefill.cu
-//   prefill [quick]
-// Units: TFLOP/s count 4 * rows * visible keys * head_dim, which for causal squares is half of the full mask up to the diagonal.
+// Builds, checks and times the Hopper prefill family outside the runtime: plans by longest-item-first, contiguous and
+// paged caches, every loader. Each timed configuration is compared with a float64 reference on sampled rows, and its
+// output with that of other loaders and worker counts bit by bit. One JSON object per line.
+//   nvcc -std=c++17 -gencode=arch=compute_90a,code=sm_90a -O3 -I backends/cuda -I variants/include -o prefill
+//   benchmarks/experiments/prefill.cu prefill [quick]
+// Units: TFLOP/s count 4 * rows * visible keys * head_dim, which for causal squares is half of the full mask up to the
+// diagonal.
 #include <cuda.h>
 
 #include <algorithm>
@@ -25,7 +26,8 @@ struct Launch {
 };
 
 template <class Config, class Variant, Loading kHow>
-__global__ void __launch_bounds__(HopperLayout<Config, Variant>::kThreads, 1) prefill(const __grid_constant__ Launch launch) {
+__global__ void __launch_bounds__(HopperLayout<Config, Variant>::kThreads, 1)
+    prefill(const __grid_constant__ Launch launch) {
   extern __shared__ __align__(1024) char smem[];
   long long clock = clock64(), ns = 0;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -45,22 +47,26 @@ __global__ void fill_normal(unsigned short* x, size_t n, unsigned long long seed
   }
 }
 __global__ void fill_word(unsigned* x, size_t n, unsigned value) {
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) x[i] = value;
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+    x[i] = value;
 }
 // A cheap order-free digest of bits.
 __global__ void digest(const unsigned* x, size_t n, unsigned long long* out) {
   unsigned long long h = 0;
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) h += hash32(i * 0x9e3779b97f4a7c15ull ^ x[i]);
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+    h += hash32(i * 0x9e3779b97f4a7c15ull ^ x[i]);
   atomicAdd(out, h);
 }
 // Copies tokens of a contiguous pool to their slots of a paged one.
 __global__ void scatter(const uint4* from, uint4* to, const int* slot, int tokens, int row16) {
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < (size_t)tokens * row16; i += (size_t)gridDim.x * blockDim.x)
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < (size_t)tokens * row16;
+       i += (size_t)gridDim.x * blockDim.x)
     to[(size_t)slot[i / row16] * row16 + i % row16] = from[i];
 }
 __global__ void read_all(const uint4* x, size_t n, unsigned* sink) {
   unsigned h = 0;
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) h ^= x[i].x ^ x[i].w;
+  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+    h ^= x[i].x ^ x[i].w;
   if (h == 0x12345678u) *sink = h;
 }
 
@@ -70,8 +76,8 @@ struct Problem {
 
 // float64 attention of sampled rows: err2, ref2, worst lse difference.
 template <class Variant>
-__global__ void check_rows(Problem s, const unsigned short* q, const unsigned short* k, const unsigned short* v, const unsigned short* out,
-                           const float* lse, const int* rows, double* result) {
+__global__ void check_rows(Problem s, const unsigned short* q, const unsigned short* k, const unsigned short* v,
+                           const unsigned short* out, const float* lse, const int* rows, double* result) {
   extern __shared__ double logit[];
   __shared__ double part[256];
   const int row = rows[2 * blockIdx.x], head = rows[2 * blockIdx.x + 1], request = row / s.q_len, query = row % s.q_len;
@@ -119,7 +125,8 @@ __global__ void check_rows(Problem s, const unsigned short* q, const unsigned sh
   if (threadIdx.x < s.dim) {
     double o = 0;
     for (int i = 0; i < s.kv_len; ++i)
-      o += logit[i] * to_float<Dtype::bf16>(v[(((size_t)request * s.kv_len + i) * s.kv_heads + c.kv_head) * s.dim + threadIdx.x]);
+      o += logit[i] *
+           to_float<Dtype::bf16>(v[(((size_t)request * s.kv_len + i) * s.kv_heads + c.kv_head) * s.dim + threadIdx.x]);
     o /= sum;
     const double got = to_float<Dtype::bf16>(out[((size_t)row * s.qo_heads + head) * s.dim + threadIdx.x]), e = got - o;
     atomicAdd(result, e * e);
@@ -160,8 +167,9 @@ static FastDiv fast_div(unsigned d) {
   return {d, (unsigned)(((1ull << (31 + log)) + d - 1) / d), log - 1};
 }
 
-typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                           const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                           const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 static TensorMap encode(const PagedKv& kv, int dim, int heads, long long tokens, long long pages, int box) {
   static Encode f = nullptr;
   if (!f) {
@@ -170,10 +178,12 @@ static TensorMap encode(const PagedKv& kv, int dim, int heads, long long tokens,
   }
   CUtensorMap map;
   const cuuint64_t dims[4] = {(cuuint64_t)dim, (cuuint64_t)tokens, (cuuint64_t)heads, (cuuint64_t)pages};
-  const cuuint64_t strides[3] = {(cuuint64_t)kv.stride_token * 2, (cuuint64_t)kv.stride_head * 2, (cuuint64_t)kv.stride_page * 2};
+  const cuuint64_t strides[3] = {(cuuint64_t)kv.stride_token * 2, (cuuint64_t)kv.stride_head * 2,
+                                 (cuuint64_t)kv.stride_page * 2};
   const cuuint32_t boxes[4] = {64, (cuuint32_t)box, 1, 1}, ones[4] = {1, 1, 1, 1};
-  const CUresult rc = f(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)kv.ptr, dims, strides, boxes, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult rc = f(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)kv.ptr, dims, strides, boxes, ones,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (rc != CUDA_SUCCESS) exit((fprintf(stderr, "cuTensorMapEncodeTiled: %d\n", rc), 1));
   TensorMap result;
   memcpy(&result, &map, sizeof result);
@@ -254,7 +264,8 @@ Result run(Bench& b, const Problem& s, const Setup& set) {
     std::iota(order.begin(), order.end(), 0);
     for (int i = spare - 1; i > 0; --i) std::swap(order[i], order[hash32(77 + i) % (i + 1)]);
     for (int i = 0; i < pages; ++i) table[i] = order[i];
-    for (int t = 0; t < tokens; ++t) slots[t] = table[t / s.kv_len * per_request + t % s.kv_len / page] * page + t % s.kv_len % page;
+    for (int t = 0; t < tokens; ++t)
+      slots[t] = table[t / s.kv_len * per_request + t % s.kv_len / page] * page + t % s.kv_len % page;
     pool = (long long)spare * page;
     auto* wk = a.take<unsigned short>((size_t)pool * s.kv_heads * kDim);
     auto* wv = a.take<unsigned short>((size_t)pool * s.kv_heads * kDim);
@@ -294,7 +305,8 @@ Result run(Bench& b, const Problem& s, const Setup& set) {
   }
 
   // The plan: one part, one block row per request.
-  std::vector<int> request(rows), pos(rows), indptr(s.batch + 1), zeros(s.batch, 0), lens(s.batch, s.kv_len), qlens(s.batch, s.q_len);
+  std::vector<int> request(rows), pos(rows), indptr(s.batch + 1), zeros(s.batch, 0), lens(s.batch, s.kv_len),
+      qlens(s.batch, s.q_len);
   std::vector<long long> base(s.batch);
   for (int i = 0; i < rows; ++i) {
     request[i] = i / s.q_len;
@@ -339,11 +351,14 @@ Result run(Bench& b, const Problem& s, const Setup& set) {
         items.push_back(w);
         for (int i = q0; i < q1; ++i) {
           const int at = i + shift;
-          visible += !Variant::has_mask ? s.kv_len : std::is_same<Variant, WindowVariant>::value ? std::min(at, kWindow) + 1 : at + 1;
+          visible += !Variant::has_mask                            ? s.kv_len
+                     : std::is_same<Variant, WindowVariant>::value ? std::min(at, kWindow) + 1
+                                                                   : at + 1;
         }
       }
   visible *= kGroup;
-  // Longest first inside a section: heads (of all requests) whose K and V fit in part of the L2 together; then to the first free worker.
+  // Longest first inside a section: heads (of all requests) whose K and V fit in part of the L2 together; then to the
+  // first free worker.
   const double head_bytes = 4.0 * s.kv_len * kDim;
   const int per_section = set.order == 0 ? 1 << 30 : std::max(1, (int)(set.order * 1048576.0 / head_bytes));
   auto section = [&](const WorkItem& w) { return (w.row * s.kv_heads + w.head_begin) / per_section; };
@@ -440,10 +455,14 @@ Result run(Bench& b, const Problem& s, const Setup& set) {
 template <int kGroup, int kDim, int kWarpgroups, class Variant, bool kGather = false>
 Result report(Bench& b, const char* name, const Problem& s, const Setup& set, double target) {
   const Result r = run<kGroup, kDim, kWarpgroups, Variant, kGather>(b, s, set);
-  printf("{\"case\":\"%s\",\"B\":%d,\"Sq\":%d,\"Skv\":%d,\"H\":\"%d/%d\",\"D\":%d,\"page\":%d,\"loader\":\"%s\",\"order\":%d,\"workers\":%d,"
-         "\"us\":%.1f,\"tflops\":%.1f,\"target\":%.0f,\"ratio\":%.3f,\"err\":%.2e,\"lse_err\":%.1e,\"ghz\":%.3f,\"busy\":%.3f,\"bits\":\"%016llx\"}\n",
-         name, s.batch, s.q_len, s.kv_len, s.qo_heads, s.kv_heads, s.dim, set.page, set.gather ? "gather" : "boxes", set.order, workers_of(set.workers),
-         r.us, r.tflops, target, target ? r.tflops / target : 0.0, r.err, r.lse_err, r.ghz, r.busy_min, r.bits);
+  printf(
+      "{\"case\":\"%s\",\"B\":%d,\"Sq\":%d,\"Skv\":%d,\"H\":\"%d/"
+      "%d\",\"D\":%d,\"page\":%d,\"loader\":\"%s\",\"order\":%d,\"workers\":%d,"
+      "\"us\":%.1f,\"tflops\":%.1f,\"target\":%.0f,\"ratio\":%.3f,\"err\":%.2e,\"lse_err\":%.1e,\"ghz\":%.3f,\"busy\":%"
+      ".3f,\"bits\":\"%016llx\"}\n",
+      name, s.batch, s.q_len, s.kv_len, s.qo_heads, s.kv_heads, s.dim, set.page, set.gather ? "gather" : "boxes",
+      set.order, workers_of(set.workers), r.us, r.tflops, target, target ? r.tflops / target : 0.0, r.err, r.lse_err,
+      r.ghz, r.busy_min, r.bits);
   fflush(stdout);
   return r;
 }
@@ -478,28 +497,38 @@ int main(int argc, char** argv) {
   if (what == "check") return 0;
 
   const int sizes[] = {512, 1024, 2048, 4096, 8192, 16384};
-  const double fa3[] = {318.8, 443.9, 569.7, 599.6, 629.5, 655.7}, fa3_full[] = {495.5, 568.4, 616.8, 655.9, 661.9, 670.8};
+  const double fa3[] = {318.8, 443.9, 569.7, 599.6, 629.5, 655.7},
+               fa3_full[] = {495.5, 568.4, 616.8, 655.9, 661.9, 670.8};
   for (int i = 0; i < 6; ++i) {
     const Problem s{16384 / sizes[i], sizes[i], sizes[i], 16, 16, 128};
     for (int order : {0, 32}) report<1, 128, 2, CausalVariant, true>(b, "causal", s, setup(0, false, order), fa3[i]);
   }
   if (what == "quick") return 0;
   for (int i = 0; i < 6; ++i)
-    report<1, 128, 2, FullVariant>(b, "full", {16384 / sizes[i], sizes[i], sizes[i], 16, 16, 128}, setup(0, false, 32), fa3_full[i]);
+    report<1, 128, 2, FullVariant>(b, "full", {16384 / sizes[i], sizes[i], sizes[i], 16, 16, 128}, setup(0, false, 32),
+                                   fa3_full[i]);
   report<4, 128, 2, CausalVariant, true>(b, "causal", {8, 2048, 2048, 32, 8, 128}, setup(0, false, 32), 556.2);
   report<4, 128, 2, CausalVariant, true>(b, "causal", {2, 8192, 8192, 32, 8, 128}, setup(0, false, 32), 617.8);
   report<4, 128, 2, CausalVariant, true>(b, "causal", {1, 16384, 16384, 32, 8, 128}, setup(0, false, 32), 644.9);
-  for (const Problem s : {Problem{32, 1024, 1024, 32, 8, 128}, Problem{8, 2048, 2048, 32, 8, 128}, Problem{1, 16384, 16384, 32, 8, 128}, Problem{8, 512, 8192, 32, 8, 128}}) {
+  for (const Problem s : {Problem{32, 1024, 1024, 32, 8, 128}, Problem{8, 2048, 2048, 32, 8, 128},
+                          Problem{1, 16384, 16384, 32, 8, 128}, Problem{8, 512, 8192, 32, 8, 128}}) {
     for (int page : {0, 64, 16}) report<4, 128, 2, CausalVariant, true>(b, "paged", s, setup(page, false, 32), 0);
     report<4, 128, 2, CausalVariant, true>(b, "paged", s, setup(1, true, 32), 0);
   }
   for (int size : {2048, 8192, 16384}) {
     const Problem s{16384 / size, size, size, 16, 16, 128};
-    report<1, 128, 2, SoftcapVariant>(b, "softcap", s, setup(0, false, 32), size == 2048 ? 446.3 : size == 8192 ? 501.6 : 536.4);
-    report<1, 128, 2, WindowVariant>(b, "window", s, setup(0, false, 32), size == 2048 ? 438.4 : size == 8192 ? 373.7 : 437.9);
+    report<1, 128, 2, SoftcapVariant>(b, "softcap", s, setup(0, false, 32),
+                                      size == 2048   ? 446.3
+                                      : size == 8192 ? 501.6
+                                                     : 536.4);
+    report<1, 128, 2, WindowVariant>(b, "window", s, setup(0, false, 32),
+                                     size == 2048   ? 438.4
+                                     : size == 8192 ? 373.7
+                                                    : 437.9);
     report<1, 128, 2, AlibiVariant>(b, "alibi", s, setup(0, false, 32), 0);
   }
-  for (int order : {0, 32}) report<1, 64, 3, CausalVariant>(b, "causal", {8, 2048, 2048, 32, 32, 64}, setup(0, false, order), 394.4);
+  for (int order : {0, 32})
+    report<1, 64, 3, CausalVariant>(b, "causal", {8, 2048, 2048, 32, 32, 64}, setup(0, false, order), 394.4);
   return 0;
 }
 #endif

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks the Hopper prefill kernel without a GPU (prefill_emulate.hpp): small problems of every kind against float64, rows past the end
-// of pages poisoned with NaN, schedules drawn at random.
+// Checks the Hopper prefill kernel without a GPU (prefill_emulate.hpp): small problems of every kind against float64,
+// rows past the end of pages poisoned with NaN, schedules drawn at random.
 //   benchmarks/experiments/prefill_emulate.sh [seeds [part of a case's name]]
 #include "prefill_emulate.hpp"
 // (ptx.cuh and the built-ins are defined above)
@@ -15,15 +15,22 @@ struct Case {
   std::vector<int> q_lens, kv_lens;
   int kv_heads, page;  // page 0: contiguous
   bool gather, bound;  // bound: the host knows only kv_lens + 40
-  int leaf, states;    // leaf: keys per leaf (0: one leaf); states: 1 partial states instead of rows, one for each leaf; 2: folded
+  int leaf, states;  // leaf: keys per leaf (0: one leaf); states: 1 partial states instead of rows, one for each leaf;
+                     // 2: folded
   bool hnd;
 };
 
 static unsigned hash(unsigned long long x) {
-  x ^= x >> 33; x *= 0xff51afd7ed558ccdull; x ^= x >> 33; x *= 0xc4ceb9fe1a85ec53ull; x ^= x >> 33;
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdull;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ull;
+  x ^= x >> 33;
   return (unsigned)x;
 }
-static unsigned short value(unsigned long long i) { return emu::to_bf16((int)(hash(i) >> 8) * (2.0f / 16777216.0f) - 1.0f); }
+static unsigned short value(unsigned long long i) {
+  return emu::to_bf16((int)(hash(i) >> 8) * (2.0f / 16777216.0f) - 1.0f);
+}
 static FastDiv fast_div(unsigned d) {
   unsigned log = 0;
   while ((1ull << log) < d) ++log;
@@ -53,10 +60,14 @@ bool run(const Case& c, unsigned seed) {
     for (int i = pages - 1; i > 0; --i) std::swap(order[i], order[hash(seed + i) % (i + 1)]);
     table.assign(order.begin(), order.begin() + first_page[n]);
   }
-  const long long st = c.hnd ? dim : (long long)c.kv_heads * dim, sh = c.hnd ? (long long)page * dim : dim, sp = (long long)page * c.kv_heads * dim;
-  std::vector<unsigned short> k(pool * c.kv_heads * dim, 0x7fc0), v(k), q((size_t)rows * heads * dim), out(q.size(), 0x7fc0);
+  const long long st = c.hnd ? dim : (long long)c.kv_heads * dim, sh = c.hnd ? (long long)page * dim : dim,
+                  sp = (long long)page * c.kv_heads * dim;
+  std::vector<unsigned short> k(pool * c.kv_heads * dim, 0x7fc0), v(k), q((size_t)rows * heads * dim),
+      out(q.size(), 0x7fc0);
   std::vector<long long> base(n);
-  auto slot_of = [&](int r, int i) { return c.page ? (long long)table[first_page[r] + i / page] * page + i % page : base[r] + i; };
+  auto slot_of = [&](int r, int i) {
+    return c.page ? (long long)table[first_page[r] + i / page] * page + i % page : base[r] + i;
+  };
   long long at = 100;
   for (int r = 0; r < n; ++r) {
     base[r] = at;
@@ -91,9 +102,11 @@ bool run(const Case& c, unsigned seed) {
   const int box = c.page ? std::min(c.page & -c.page, 128) : 128;
   for (auto m : {&maps.k, &maps.v}) {
     const PagedKv& kv = m == &maps.k ? p.k : p.v;
-    const unsigned long long o[9] = {(unsigned long long)kv.ptr, (unsigned long long)st * 2, (unsigned long long)sh * 2, (unsigned long long)sp * 2,
-                                     (unsigned long long)dim, (unsigned long long)(linear ? pool : page), (unsigned long long)c.kv_heads,
-                                     (unsigned long long)(linear ? 1 : pages), (unsigned long long)box};
+    const unsigned long long o[9] = {(unsigned long long)kv.ptr,     (unsigned long long)st * 2,
+                                     (unsigned long long)sh * 2,     (unsigned long long)sp * 2,
+                                     (unsigned long long)dim,        (unsigned long long)(linear ? pool : page),
+                                     (unsigned long long)c.kv_heads, (unsigned long long)(linear ? 1 : pages),
+                                     (unsigned long long)box};
     memcpy(m->opaque, o, sizeof o);
   }
   maps.page_k = maps.page_v = linear ? fast_div(1u << 31) : fast_div(page);
@@ -133,7 +146,8 @@ bool run(const Case& c, unsigned seed) {
       w.q_end = row0 + q1;
       w.head_end = c.kv_heads;
       w.kv_end = Variant::has_mask ? q1 + shift : planned[r];
-      if (std::is_base_of<WindowVariant, Variant>::value) w.kv_begin = std::max(0, q0 + shift - (c.bound ? 40 : 0) - kWindow);
+      if (std::is_base_of<WindowVariant, Variant>::value)
+        w.kv_begin = std::max(0, q0 + shift - (c.bound ? 40 : 0) - kWindow);
       if (planned[r] == 0) w.kv_end = 0;
       w.leaf_begin = w.kv_begin / tail;
       w.leaf_end = w.kv_end > w.kv_begin ? (w.kv_end - 1) / tail + 1 : w.leaf_begin;
@@ -209,7 +223,8 @@ bool run(const Case& c, unsigned seed) {
         if (j < low || j > high) continue;
         const long long t = slot_of(r, j), e = t / page * sp + t % page * st + head / group * sh;
         double dot = 0;
-        for (int d = 0; d < dim; ++d) dot += (double)emu::bf16(q[((size_t)i * heads + head) * dim + d]) * emu::bf16(k[e + d]);
+        for (int d = 0; d < dim; ++d)
+          dot += (double)emu::bf16(q[((size_t)i * heads + head) * dim + d]) * emu::bf16(k[e + d]);
         x.kv_pos = j;
         s[j] = Variant::logits(none, hook, x, (float)(dot * p.sm_scale));
         top = std::max(top, s[j]);
@@ -252,23 +267,36 @@ int main(int argc, char** argv) {
   for (unsigned seed = 1; seed <= (unsigned)seeds; ++seed) {
     emu::rng = seed * 77777;
     auto ok = [&](bool good) { bad += !good; };
-    ok(run<TileConfig<1, 128, 2>, CausalVariant>({"causal contiguous", {200, 130}, {200, 333}, 2, 0, false, false, 0, 0, false}, seed));
-    ok(run<TileConfig<4, 128, 2>, CausalVariant>({"causal page 16, group 4", {40, 1}, {300, 150}, 1, 16, false, false, 0, 0, false}, seed));
-    ok(run<TileConfig<4, 128, 2>, CausalVariant>({"causal page 32 HND", {40, 9}, {300, 150}, 2, 32, false, false, 0, 0, true}, seed));
-    ok(run<TileConfig<1, 128, 2>, CausalVariant>({"causal page 1 gather", {140}, {270}, 2, 1, true, false, 0, 0, false}, seed));
-    ok(run<TileConfig<4, 128, 2>, CausalVariant>({"causal page 48 gather HND", {40, 3}, {290, 130}, 2, 48, true, false, 0, 0, true}, seed));
-    ok(run<TileConfig<2, 128, 2>, CausalVariant>({"causal bound lengths", {70, 5}, {300, 77}, 1, 16, false, true, 0, 0, false}, seed));
-    ok(run<TileConfig<2, 128, 2>, CausalVariant>({"bound lengths, gather", {70, 5}, {300, 77}, 1, 4, true, true, 0, 0, false}, seed));
-    ok(run<TileConfig<1, 128, 2, true>, CausalVariant>({"leaves of 256, folded", {100}, {700}, 1, 0, false, false, 256, 0, false}, seed));
-    ok(run<TileConfig<1, 128, 2, true>, CausalVariant>({"leaves of 256, one state", {100}, {700}, 1, 64, false, false, 256, 2, false}, seed));
-    ok(run<TileConfig<1, 128, 2, true>, CausalVariant>({"leaves of 256, states", {100}, {700}, 1, 0, false, false, 256, 1, false}, seed));
-    ok(run<TileConfig<1, 128, 2>, FullVariant>({"full, empty request", {30, 20, 10}, {129, 0, 128}, 1, 0, false, false, 0, 0, false}, seed));
-    ok(run<TileConfig<1, 128, 2>, FullVariant>({"empty request, gather", {30, 20, 10}, {129, 0, 128}, 1, 1, true, false, 0, 0, false}, seed));
+    ok(run<TileConfig<1, 128, 2>, CausalVariant>(
+        {"causal contiguous", {200, 130}, {200, 333}, 2, 0, false, false, 0, 0, false}, seed));
+    ok(run<TileConfig<4, 128, 2>, CausalVariant>(
+        {"causal page 16, group 4", {40, 1}, {300, 150}, 1, 16, false, false, 0, 0, false}, seed));
+    ok(run<TileConfig<4, 128, 2>, CausalVariant>(
+        {"causal page 32 HND", {40, 9}, {300, 150}, 2, 32, false, false, 0, 0, true}, seed));
+    ok(run<TileConfig<1, 128, 2>, CausalVariant>({"causal page 1 gather", {140}, {270}, 2, 1, true, false, 0, 0, false},
+                                                 seed));
+    ok(run<TileConfig<4, 128, 2>, CausalVariant>(
+        {"causal page 48 gather HND", {40, 3}, {290, 130}, 2, 48, true, false, 0, 0, true}, seed));
+    ok(run<TileConfig<2, 128, 2>, CausalVariant>(
+        {"causal bound lengths", {70, 5}, {300, 77}, 1, 16, false, true, 0, 0, false}, seed));
+    ok(run<TileConfig<2, 128, 2>, CausalVariant>(
+        {"bound lengths, gather", {70, 5}, {300, 77}, 1, 4, true, true, 0, 0, false}, seed));
+    ok(run<TileConfig<1, 128, 2, true>, CausalVariant>(
+        {"leaves of 256, folded", {100}, {700}, 1, 0, false, false, 256, 0, false}, seed));
+    ok(run<TileConfig<1, 128, 2, true>, CausalVariant>(
+        {"leaves of 256, one state", {100}, {700}, 1, 64, false, false, 256, 2, false}, seed));
+    ok(run<TileConfig<1, 128, 2, true>, CausalVariant>(
+        {"leaves of 256, states", {100}, {700}, 1, 0, false, false, 256, 1, false}, seed));
+    ok(run<TileConfig<1, 128, 2>, FullVariant>(
+        {"full, empty request", {30, 20, 10}, {129, 0, 128}, 1, 0, false, false, 0, 0, false}, seed));
+    ok(run<TileConfig<1, 128, 2>, FullVariant>(
+        {"empty request, gather", {30, 20, 10}, {129, 0, 128}, 1, 1, true, false, 0, 0, false}, seed));
     ok(run<TileConfig<1, 128, 2>, ShortWindow>({"window", {300}, {600}, 1, 0, false, false, 0, 0, false}, seed));
     ok(run<TileConfig<1, 128, 2>, SoftcapVariant>({"soft-cap", {130}, {130}, 1, 0, false, false, 0, 0, false}, seed));
     ok(run<TileConfig<1, 128, 2>, AlibiVariant>({"alibi", {130}, {260}, 1, 16, false, false, 0, 0, false}, seed));
     ok(run<TileConfig<1, 64, 3>, CausalVariant>({"head_dim 64", {250}, {300}, 2, 0, false, false, 0, 0, false}, seed));
-    ok(run<TileConfig<1, 64, 3>, CausalVariant>({"head_dim 64 gather", {250}, {300}, 1, 1, true, false, 0, 0, false}, seed));
+    ok(run<TileConfig<1, 64, 3>, CausalVariant>({"head_dim 64 gather", {250}, {300}, 1, 1, true, false, 0, 0, false},
+                                                seed));
   }
   printf(bad ? "%d WRONG\n" : "all right\n", bad);
   return bad != 0;

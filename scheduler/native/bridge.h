@@ -31,10 +31,10 @@ struct Blocks {
 struct Piece {
   int32_t group, unit, part, row;
   int64_t lo, hi;
-  int64_t offset;  // of the list
-  int64_t entry;   // first entry of the list in the part's indices
-  Blocks own;      // of the part
-  bool first;      // of its list
+  int64_t offset;            // of the list
+  int64_t entry;             // first entry of the list in the part's indices
+  Blocks own;                // of the part
+  bool first;                // of its list
   int64_t begin, count, to;  // first block in its list, blocks, first entry in the bridge
 };
 

@@ -24,19 +24,19 @@ class Lists {
 
   const attnrt_problem* pr = nullptr;
   int32_t parts = 0, units = 1, groups = 0;
-  size_t gaps = 0;                 // most stretches of straddled leaves in any list
-  std::vector<int32_t> place;      // [rows of q * parts] place in each part, -1: not in it
-  std::vector<int32_t> group_of;   // [rows of q], -1: in no part
-  std::vector<int32_t> begin;      // [groups + 1]
-  std::vector<int32_t> qo_rows;    // [listed rows of q], by group
-  std::vector<int32_t> klass;      // [groups]
-  std::vector<int32_t> row;        // [groups * parts] block row in each part, -1: none
-  std::vector<int32_t> part;       // [lists * parts] parts in order of offset
-  std::vector<Range> live;         // [lists * parts] in that order, 0 behind the last
-  std::vector<Range> gap;          // [lists * parts] stretches of straddled leaves
-  std::vector<int32_t> found;      // [lists] how many
-  std::vector<Range> left;         // [groups * parts * units] what stays, by part
-  std::vector<uint8_t> stays;      // [groups * parts] whether anything does
+  size_t gaps = 0;                // most stretches of straddled leaves in any list
+  std::vector<int32_t> place;     // [rows of q * parts] place in each part, -1: not in it
+  std::vector<int32_t> group_of;  // [rows of q], -1: in no part
+  std::vector<int32_t> begin;     // [groups + 1]
+  std::vector<int32_t> qo_rows;   // [listed rows of q], by group
+  std::vector<int32_t> klass;     // [groups]
+  std::vector<int32_t> row;       // [groups * parts] block row in each part, -1: none
+  std::vector<int32_t> part;      // [lists * parts] parts in order of offset
+  std::vector<Range> live;        // [lists * parts] in that order, 0 behind the last
+  std::vector<Range> gap;         // [lists * parts] stretches of straddled leaves
+  std::vector<int32_t> found;     // [lists] how many
+  std::vector<Range> left;        // [groups * parts * units] what stays, by part
+  std::vector<uint8_t> stays;     // [groups * parts] whether anything does
 
   size_t lists() const { return size_t(groups) * size_t(units); }
   bool mixed() const;

@@ -10,8 +10,8 @@
 
 #include "lists.h"
 
-// Arrays of aligned parts but the long ones of bridges, one behind the other; places in them are counted from 0 here and
-// moved once all are known.
+// Arrays of aligned parts but the long ones of bridges, one behind the other; places in them are counted from 0 here
+// and moved once all are known.
 struct Arrays {
   std::vector<int32_t> ints;
   std::vector<int64_t> longs;

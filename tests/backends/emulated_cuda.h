@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA kernels as host code: one CTA after the other, its threads as fibers that switch at every collective operation.
+// The CUDA kernels as host code: one CTA after the other, its threads as fibers that switch at every collective
+// operation.
 //
-// Takes the place of ptx.cuh and of the compiler's built-ins. What matters for correctness is kept: an operation of a warp happens at once
-// when its last lane arrives; __syncthreads waits for all; an asynchronous copy lands as late as allowed (at the wait for its group) or as
-// early as possible (at once), by `eager`; threads run in an order drawn anew every round, so that a missing barrier shows. A tensor-core
-// element is the sum of 16 products and the accumulator in double, rounded once: as on the machine, roles and neighbours do not matter.
+// Takes the place of ptx.cuh and of the compiler's built-ins. What matters for correctness is kept: an operation of a
+// warp happens at once when its last lane arrives; __syncthreads waits for all; an asynchronous copy lands as late as
+// allowed (at the wait for its group) or as early as possible (at once), by `eager`; threads run in an order drawn anew
+// every round, so that a missing barrier shows. A tensor-core element is the sum of 16 products and the accumulator in
+// double, rounded once: as on the machine, roles and neighbours do not matter.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -22,13 +24,25 @@
 #define __launch_bounds__(...)
 #define ATTNRT_DEV static inline
 
-struct Dim { unsigned x; };
+struct Dim {
+  unsigned x;
+};
 static Dim threadIdx, blockIdx, blockDim, gridDim;
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
@@ -48,7 +62,9 @@ static inline unsigned __float_as_uint(float x) { return emu_bits<unsigned>(x); 
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __frcp_rn(float a) { return 1.0f / a; }
-static inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((static_cast<uint64_t>(a) * b) >> 32); }
+static inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>((static_cast<uint64_t>(a) * b) >> 32);
+}
 static inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 static inline unsigned __vcmpeq2(unsigned a, unsigned b) {
   const unsigned x = a ^ b;
@@ -75,7 +91,11 @@ namespace emu {
 constexpr int kThreads = 128, kStack = 256 << 10;
 alignas(1024) static char shared[256 << 10];
 
-struct Copy { char* dst; const char* src; unsigned bytes; };
+struct Copy {
+  char* dst;
+  const char* src;
+  unsigned bytes;
+};
 struct Fiber {
   void* sp;
   bool over;
@@ -126,7 +146,8 @@ static void body() {
 static bool run_cta() {
   stacks.resize(static_cast<size_t>(kThreads) * kStack);
   for (int i = 0; i < kThreads; ++i) {
-    void** sp = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stacks.data()) + (i + 1ull) * kStack) & ~uintptr_t(15));
+    void** sp =
+        reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stacks.data()) + (i + 1ull) * kStack) & ~uintptr_t(15));
     *--sp = nullptr;
     *--sp = reinterpret_cast<void*>(&body);
     for (int j = 0; j < 6; ++j) *--sp = nullptr;
@@ -172,9 +193,16 @@ struct Meeting {
 };
 static Meeting<kThreads> cta;
 
-// Operands and results of a warp's operation; two sets, since a lane may reach the next operation before the others have read.
-struct Lane { uint64_t in[10]; uint64_t out[4]; };
-struct Warp { Meeting<32> meeting; Lane lanes[2][32]; };
+// Operands and results of a warp's operation; two sets, since a lane may reach the next operation before the others
+// have read.
+struct Lane {
+  uint64_t in[10];
+  uint64_t out[4];
+};
+struct Warp {
+  Meeting<32> meeting;
+  Lane lanes[2][32];
+};
 static Warp warps[kThreads / 32];
 
 template <int kIn, int kOut, class F>
@@ -201,7 +229,9 @@ static bool launch(void (*kernel)(const void*), unsigned grid, const void* args,
 }
 }  // namespace emu
 
-static inline void __syncthreads() { emu::cta.join([] {}); }
+static inline void __syncthreads() {
+  emu::cta.join([] {});
+}
 static inline void __syncwarp() {
   uint64_t none[1] = {0}, out[1];
   emu::collective(none, out, [](emu::Lane*) {});
@@ -210,17 +240,22 @@ template <class T>
 static inline T __shfl_sync(unsigned, T x, int from) {
   uint64_t in[2] = {0, static_cast<uint64_t>(from & 31)}, out[1];
   std::memcpy(in, &x, sizeof x);
-  emu::collective(in, out, [](emu::Lane* l) { for (int i = 0; i < 32; ++i) l[i].out[0] = l[l[i].in[1]].in[0]; });
+  emu::collective(in, out, [](emu::Lane* l) {
+    for (int i = 0; i < 32; ++i) l[i].out[0] = l[l[i].in[1]].in[0];
+  });
   std::memcpy(&x, out, sizeof x);
   return x;
 }
 template <class T>
-static inline T __shfl_xor_sync(unsigned mask, T x, int by) { return __shfl_sync(mask, x, static_cast<int>(threadIdx.x % 32) ^ by); }
+static inline T __shfl_xor_sync(unsigned mask, T x, int by) {
+  return __shfl_sync(mask, x, static_cast<int>(threadIdx.x % 32) ^ by);
+}
 static inline int __reduce_max_sync(unsigned, int x) {
   uint64_t in[1] = {static_cast<uint64_t>(static_cast<int64_t>(x))}, out[1];
   emu::collective(in, out, [](emu::Lane* l) {
     int64_t best = INT64_MIN;
-    for (int i = 0; i < 32; ++i) best = static_cast<int64_t>(l[i].in[0]) > best ? static_cast<int64_t>(l[i].in[0]) : best;
+    for (int i = 0; i < 32; ++i)
+      best = static_cast<int64_t>(l[i].in[0]) > best ? static_cast<int64_t>(l[i].in[0]) : best;
     for (int i = 0; i < 32; ++i) l[i].out[0] = static_cast<uint64_t>(best);
   });
   return static_cast<int>(static_cast<int64_t>(out[0]));
@@ -318,14 +353,16 @@ ATTNRT_DEV void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     for (int i = 0; i < 32; ++i) {
       const int g = i / 4, t = i % 4;
       for (int r = 0; r < 4; ++r)
-        for (int h = 0; h < 2; ++h) a[g + 8 * (r & 1)][2 * t + h + 8 * (r >> 1)] = wide<T>(static_cast<u32>(l[i].in[r]) >> 16 * h);
+        for (int h = 0; h < 2; ++h)
+          a[g + 8 * (r & 1)][2 * t + h + 8 * (r >> 1)] = wide<T>(static_cast<u32>(l[i].in[r]) >> 16 * h);
       for (int r = 0; r < 2; ++r)
         for (int h = 0; h < 2; ++h) b[2 * t + h + 8 * r][g] = wide<T>(static_cast<u32>(l[i].in[4 + r]) >> 16 * h);
     }
     for (int i = 0; i < 32; ++i)
       for (int e = 0; e < 4; ++e) {
         double sum = 0;
-        for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[i / 4 + 8 * (e >> 1)][k]) * b[k][2 * (i % 4) + (e & 1)];
+        for (int k = 0; k < 16; ++k)
+          sum += static_cast<double>(a[i / 4 + 8 * (e >> 1)][k]) * b[k][2 * (i % 4) + (e & 1)];
         l[i].out[e] = __float_as_uint(static_cast<float>(sum + __uint_as_float(static_cast<u32>(l[i].in[6 + e]))));
       }
   });

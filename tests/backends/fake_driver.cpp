@@ -8,10 +8,13 @@
 #include <string.h>
 
 #include <map>
+#include <mutex>
 #include <set>
 #include <string>
 
 namespace {
+// Calls come from several threads, without the interpreter's lock.
+std::mutex guard;
 std::string trace;
 std::set<void*> captured;
 std::map<std::string, int> failing;
@@ -28,12 +31,14 @@ int note(const char* what, void* stream, const std::string& more = "") {
   while (s /= 10);
   std::string digits;
   while (n) digits += text[--n];
+  std::lock_guard<std::mutex> lock(guard);
   auto found = failing.find(what);
   if (found != failing.end() && found->second) return found->second;
   trace += std::string(what) + " " + digits + (more.empty() ? "" : " " + more) + "\n";
   return 0;
 }
 int forbidden(const char* what) {
+  std::lock_guard<std::mutex> lock(guard);
   auto found = failing.find(what);
   if (found != failing.end() && found->second) return found->second;
   trace += std::string(what) + "\n";
@@ -107,7 +112,10 @@ int cuStreamIsCapturing(void* s, int* on) { return *on = captured.count(s) ? 1 :
 int cuStreamWaitEvent(void* s, void* e, unsigned) {
   return note("wait", s, std::to_string(reinterpret_cast<uintptr_t>(e)));
 }
-int cuEventCreate(void** e, unsigned) { return *e = reinterpret_cast<void*>(next_event++), 0; }
+int cuEventCreate(void** e, unsigned) {
+  std::lock_guard<std::mutex> lock(guard);
+  return *e = reinterpret_cast<void*>(next_event++), 0;
+}
 int cuEventDestroy_v2(void*) { return 0; }
 int cuEventRecord(void* e, void* s) { return note("record", s, std::to_string(reinterpret_cast<uintptr_t>(e))); }
 int cuEventQuery(void*) { return 0; }
@@ -120,6 +128,7 @@ int cuLibraryGetGlobal(uint64_t* p, size_t* n, void*, const char*) {
   return *p = reinterpret_cast<uint64_t>(&smem_bytes), *n = 4, 0;
 }
 int cuLibraryGetKernel(void** k, void*, const char* name) {
+  std::lock_guard<std::mutex> lock(guard);
   *k = new char;
   kernels[*k] = name;
   return 0;
@@ -129,6 +138,11 @@ int cuKernelGetAttribute(int* v, int, void*, int) { return *v = 64, 0; }
 int cuKernelSetAttribute(int, int, void*, int) { return 0; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) { return *n = 2, 0; }
 int cuLaunchKernelEx(const Config* c, void* k, void**, void**) {
-  return note("launch", c->stream, kernels[k] + " " + std::to_string(c->grid_x));
+  std::string name;
+  {
+    std::lock_guard<std::mutex> lock(guard);
+    name = kernels[k];
+  }
+  return note("launch", c->stream, name + " " + std::to_string(c->grid_x));
 }
 }

@@ -21,16 +21,16 @@ namespace attnrt_cpu {
 constexpr int NUM_PREBUILT = 4;
 
 struct Family {
-  const char *name;
-  const void *loops;  // the family's Loops
+  const char* name;
+  const void* loops;  // the family's Loops
   attnrt_kernel kernels[NUM_PREBUILT];
-  int (*store_rows)(const attnrt_store *);
-  int (*copy_pages)(const attnrt_page_copy *);
-  double (*read)(const float *, int64_t);
+  int (*store_rows)(const attnrt_store*);
+  int (*copy_pages)(const attnrt_page_copy*);
+  double (*read)(const float*, int64_t);
 };
 
-const Family *family_avx512();
-const Family *family_avx2();
-const Family *family_plain();
+const Family* family_avx512();
+const Family* family_avx2();
+const Family* family_plain();
 
 }  // namespace attnrt_cpu

@@ -20,5 +20,5 @@
 #pragma GCC pop_options
 #endif
 #else
-const attnrt_cpu::Family *attnrt_cpu::family_avx2() { return nullptr; }
+const attnrt_cpu::Family* attnrt_cpu::family_avx2() { return nullptr; }
 #endif

@@ -4,7 +4,8 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
@@ -20,5 +21,5 @@
 #pragma GCC pop_options
 #endif
 #else
-const attnrt_cpu::Family *attnrt_cpu::family_avx512() { return nullptr; }
+const attnrt_cpu::Family* attnrt_cpu::family_avx512() { return nullptr; }
 #endif

@@ -18,7 +18,7 @@ namespace ATTNRT_FAMILY {
 #include "attnrt_cpu/store.h"
 
 // Sum of `count` floats: every line is read once, with enough loads in flight to keep the memory busy.
-static double read_all(const float *x, int64_t count) {
+static double read_all(const float* x, int64_t count) {
   vf sum[8];
   for (int i = 0; i < 8; ++i) sum[i] = splat(0.0f);
   for (int64_t at = 0; at + 8 * W <= count; at += 8 * W)
@@ -33,15 +33,16 @@ static constexpr attnrt_kernel kernel() {
   return {attend_worker<V>, merge_worker<V>};
 }
 
-static const Family table = {ATTNRT_FAMILY_NAME,
-                             &loops,
-                             {kernel<attnrt::Full>(), kernel<attnrt::Causal>(), kernel<attnrt::CausalWindow>(), kernel<attnrt::CausalSoftcap>()},
-                             store_rows,
-                             copy_pages,
-                             read_all};
+static const Family table = {
+    ATTNRT_FAMILY_NAME,
+    &loops,
+    {kernel<attnrt::Full>(), kernel<attnrt::Causal>(), kernel<attnrt::CausalWindow>(), kernel<attnrt::CausalSoftcap>()},
+    store_rows,
+    copy_pages,
+    read_all};
 
 }  // namespace ATTNRT_FAMILY
 
-const Family *ATTNRT_FAMILY_TABLE() { return &ATTNRT_FAMILY::table; }
+const Family* ATTNRT_FAMILY_TABLE() { return &ATTNRT_FAMILY::table; }
 
 }  // namespace attnrt_cpu

@@ -12,15 +12,15 @@ namespace {
 using attnrt_cpu::Family;
 
 // Families this machine runs, best first.
-const Family *family(int i) {
-  static const Family *found[4] = {};
+const Family* family(int i) {
+  static const Family* found[4] = {};
   static const int count = [] {
     int n = 0;
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
       found[n++] = attnrt_cpu::family_avx512();
     if (avx2) found[n++] = attnrt_cpu::family_avx2();
 #endif
@@ -32,30 +32,30 @@ const Family *family(int i) {
 
 struct Work {
   attnrt_worker worker;
-  const attnrt_call *call;
+  const attnrt_call* call;
   int num_workers;
 };
 
-int run_worker(void *context, int w) {
-  const Work *work = static_cast<const Work *>(context);
+int run_worker(void* context, int w) {
+  const Work* work = static_cast<const Work*>(context);
   return work->worker(work->call, w, work->num_workers);
 }
 
 struct Read {
-  const char *memory;
+  const char* memory;
   int64_t bytes;
   int parts;
   double sums[256];
 };
 
-int read_part(void *context, int w) {
-  Read *read = static_cast<Read *>(context);
+int read_part(void* context, int w) {
+  Read* read = static_cast<Read*>(context);
   const int64_t share = read->bytes / read->parts / 4096 * 4096;
-  read->sums[w] = family(0)->read(reinterpret_cast<const float *>(read->memory + share * w), share / 4);
+  read->sums[w] = family(0)->read(reinterpret_cast<const float*>(read->memory + share * w), share / 4);
   return 0;
 }
 
-int run_job(int (*run)(void *, int), void *context, int num_workers, int num_threads) {
+int run_job(int (*run)(void*, int), void* context, int num_workers, int num_threads) {
   attnrt_cpu::Job job;
   job.run = run;
   job.context = context;
@@ -68,36 +68,36 @@ int run_job(int (*run)(void *, int), void *context, int num_workers, int num_thr
 
 extern "C" {
 
-const char *attnrt_family_name(int i) { return family(i) ? family(i)->name : nullptr; }
+const char* attnrt_family_name(int i) { return family(i) ? family(i)->name : nullptr; }
 
-const void *attnrt_loops(int i) { return family(i)->loops; }
+const void* attnrt_loops(int i) { return family(i)->loops; }
 
 attnrt_kernel attnrt_prebuilt(int i, int variant) { return family(i)->kernels[variant]; }
 
-const char *attnrt_load(const char *path, attnrt_kernel *kernel) {
+const char* attnrt_load(const char* path, attnrt_kernel* kernel) {
   static thread_local std::string error;
-  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (library) {
     kernel->attend = reinterpret_cast<attnrt_worker>(dlsym(library, "attnrt_attend"));
     kernel->merge = reinterpret_cast<attnrt_worker>(dlsym(library, "attnrt_merge"));
     if (kernel->attend && kernel->merge) return nullptr;
   }
-  const char *text = dlerror();
+  const char* text = dlerror();
   error = text ? text : "the library lacks attnrt_attend or attnrt_merge";
   return error.c_str();
 }
 
-int attnrt_run(attnrt_worker worker, const attnrt_call *call, int num_workers, int num_threads) {
+int attnrt_run(attnrt_worker worker, const attnrt_call* call, int num_workers, int num_threads) {
   Work work{worker, call, num_workers};
   return run_job(run_worker, &work, num_workers, num_threads);
 }
 
-int attnrt_store_rows(int i, const attnrt_store *store) { return family(i)->store_rows(store); }
+int attnrt_store_rows(int i, const attnrt_store* store) { return family(i)->store_rows(store); }
 
-int attnrt_copy_pages(const attnrt_page_copy *copy) { return family(0)->copy_pages(copy); }
+int attnrt_copy_pages(const attnrt_page_copy* copy) { return family(0)->copy_pages(copy); }
 
-double attnrt_read(const void *memory, int64_t bytes, int num_threads) {
-  Read read{static_cast<const char *>(memory), bytes, num_threads < 256 ? num_threads : 256, {}};
+double attnrt_read(const void* memory, int64_t bytes, int num_threads) {
+  Read read{static_cast<const char*>(memory), bytes, num_threads < 256 ? num_threads : 256, {}};
   run_job(read_part, &read, read.parts, num_threads);
   double total = 0;
   for (int w = 0; w < read.parts; ++w) total += read.sums[w];

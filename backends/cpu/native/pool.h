@@ -16,8 +16,8 @@ namespace attnrt_cpu {
 
 // A job is a function of a worker's number; numbers are handed out one by one, so that few threads serve many workers.
 struct Job {
-  int (*run)(void *context, int worker);
-  void *context;
+  int (*run)(void* context, int worker);
+  void* context;
   int num_workers;
   std::atomic<int> next{0};
   std::atomic<int> failed{0};
@@ -30,8 +30,8 @@ struct Job {
 
 class Pool {
  public:
-  static void run(Job &job, int num_threads) {
-    Pool *pool = get();
+  static void run(Job& job, int num_threads) {
+    Pool* pool = get();
     std::unique_lock<std::mutex> turn(pool->turn_, std::try_to_lock);
     if (num_threads > job.num_workers) num_threads = job.num_workers;
     if (!turn.owns_lock() || num_threads < 2 || !pool->grow(num_threads - 1)) {
@@ -52,12 +52,12 @@ class Pool {
   }
 
  private:
-  static Pool *&slot() {
-    static Pool *pool = nullptr;
+  static Pool*& slot() {
+    static Pool* pool = nullptr;
     return pool;
   }
 
-  static Pool *get() {
+  static Pool* get() {
     static std::once_flag once;
     std::call_once(once, [] {
       slot() = new Pool;
@@ -81,7 +81,7 @@ class Pool {
       wake_.wait(lock, [&] { return round_ != seen; });
       seen = round_;
       if (index >= wanted_ || !job_) continue;
-      Job *job = job_;
+      Job* job = job_;
       lock.unlock();
       job->work();
       lock.lock();
@@ -91,7 +91,7 @@ class Pool {
 
   std::mutex turn_, mutex_;
   std::condition_variable wake_, done_;
-  Job *job_ = nullptr;
+  Job* job_ = nullptr;
   unsigned round_ = 0;
   int size_ = 0, wanted_ = 0, busy_ = 0;
 };

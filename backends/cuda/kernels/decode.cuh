@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The decode kernel: few query rows against many keys, bound by the reading of K and V. Operands are swapped: S^T = K Q^T and
-// O^T = V^T P^T, keys (then columns of the output) on M, 8 or 16 query rows on N, so that nothing is multiplied in vain; four CTAs of
-// four warps share an SM and keep their whole ring of stages in flight (docs/performance.md, E2).
+// The decode kernel: few query rows against many keys, bound by the reading of K and V. Operands are swapped: S^T = K
+// Q^T and O^T = V^T P^T, keys (then columns of the output) on M, 8 or 16 query rows on N, so that nothing is multiplied
+// in vain; four CTAs of four warps share an SM and keep their whole ring of stages in flight (docs/performance.md, E2).
 //
-// A row has the bits that the tile kernel (attend.cuh) gives it: tiles of 64 keys, k-steps of 16 in the same order (an element of
-// mma.sync depends on its two vectors alone, whatever the roles: E1), the same exponentials, and sums of exponentials in the same order:
-// there a lane adds keys 2t, 2t + 1, 2t + 8, 2t + 9 of every 16, here neighbouring lanes exchange theirs and do the same.
+// A row has the bits that the tile kernel (attend.cuh) gives it: tiles of 64 keys, k-steps of 16 in the same order (an
+// element of mma.sync depends on its two vectors alone, whatever the roles: E1), the same exponentials, and sums of
+// exponentials in the same order: there a lane adds keys 2t, 2t + 1, 2t + 8, 2t + 9 of every 16, here neighbouring
+// lanes exchange theirs and do the same.
 //
-// fp8 is converted in registers between ldmatrix and mma.sync. Two freedoms make that free of a transpose: head dims may be permuted
-// inside a k-step of 16 on both sides alike, and rows of O^T may come in any order.
+// fp8 is converted in registers between ldmatrix and mma.sync. Two freedoms make that free of a transpose: head dims
+// may be permuted inside a k-step of 16 on both sides alike, and rows of O^T may come in any order.
 //
 // A lane (g = lane / 4, t = lane % 4) holds S^T of keys 16 warp + g (+8) and query rows 8n + 2t (+1).
 #pragma once
@@ -25,8 +26,10 @@ __device__ __forceinline__ void widen(unsigned x, unsigned& low, unsigned& high)
   low = fp8x2_to_half2<From>(static_cast<unsigned short>(x & 0xffffu));
   high = fp8x2_to_half2<From>(static_cast<unsigned short>(x >> 16));
   if constexpr (To == Dtype::bf16) {
-    low = ptx::pack2<ptx::Half16::bf16>(half_to_float(static_cast<unsigned short>(low & 0xffffu)), half_to_float(static_cast<unsigned short>(low >> 16)));
-    high = ptx::pack2<ptx::Half16::bf16>(half_to_float(static_cast<unsigned short>(high & 0xffffu)), half_to_float(static_cast<unsigned short>(high >> 16)));
+    low = ptx::pack2<ptx::Half16::bf16>(half_to_float(static_cast<unsigned short>(low & 0xffffu)),
+                                        half_to_float(static_cast<unsigned short>(low >> 16)));
+    high = ptx::pack2<ptx::Half16::bf16>(half_to_float(static_cast<unsigned short>(high & 0xffffu)),
+                                         half_to_float(static_cast<unsigned short>(high >> 16)));
   }
 }
 
@@ -50,8 +53,8 @@ class Decode {
     t_ = lane_ % 4;
   }
 
-  // One loop over the stages of the ring, so that the loader's code is there once: fill what is free, then use the K or the V that has
-  // arrived. K of a tile: scores, softmax, P. V: the product, and at the end of a leaf the fold.
+  // One loop over the stages of the ring, so that the loader's code is there once: fill what is free, then use the K or
+  // the V that has arrived. K of a tile: scores, softmax, P. V: the product, and at the end of a leaf the fold.
   __device__ __forceinline__ void run() {
     const PlanHeader& plan = *p_.plan;
     const WorkItem* const work = plan.work;
@@ -243,7 +246,8 @@ class Decode {
   }
 
   template <int kQ>
-  __device__ __forceinline__ void multiply(float (&s)[kN][4], const unsigned (&a)[4], const unsigned (&q)[kQ][2], int d) const {
+  __device__ __forceinline__ void multiply(float (&s)[kN][4], const unsigned (&a)[4], const unsigned (&q)[kQ][2],
+                                           int d) const {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       unsigned b[2];
@@ -260,12 +264,14 @@ class Decode {
   __device__ __forceinline__ int key_of(int half) const { return warp_ * 16 + half * 8 + g_; }
   __device__ __forceinline__ int row_of(int n, int c) const { return 8 * n + 2 * t_ + c; }
 
-  // As in the tile kernel: scale, variant, mask; a base-2 logit (-inf: unseen), or a weight (0: unseen) without a softmax.
+  // As in the tile kernel: scale, variant, mask; a base-2 logit (-inf: unseen), or a weight (0: unseen) without a
+  // softmax.
   __device__ __forceinline__ void logits(const WorkItem& item, int head, float (&s)[kN][4]) const {
     const int4 span = meta_.span[table_][warp_];
     const int tile = span.w;
-    const bool whole = (span.z & kAllLive) && !(Variant::reads_index_mask && meta_.any_mask) && Variant::mask_is_interval &&
-                       span.x >= meta_.low_max && span.y <= meta_.high_min && tile + L::kTile <= meta_.limit_min;
+    const bool whole = (span.z & kAllLive) && !(Variant::reads_index_mask && meta_.any_mask) &&
+                       Variant::mask_is_interval && span.x >= meta_.low_max && span.y <= meta_.high_min &&
+                       tile + L::kTile <= meta_.limit_min;
     const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
     const unsigned live = whole ? 0xffffffffu : seen_bits(item, head, tile);
 #pragma unroll
@@ -312,7 +318,8 @@ class Decode {
   }
 
   template <class Row>
-  __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, Ctx& c, int key, int tile) const {
+  __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, Ctx& c, int key,
+                                       int tile) const {
     const int pos = meta_.pos[table_][key];
     bool yes = pos != kDeadKey && pos >= meta_.low[r] && pos <= meta_.high[r] && tile + key < meta_.limit[r];
     if constexpr (!Variant::mask_is_interval) {
@@ -361,7 +368,8 @@ class Decode {
         const float shrink = exp2_diff(state.m[n][c], m[c]);
         const float near = s[n][c] = exp2_diff(s[n][c], m[c]), far = s[n][2 + c] = exp2_diff(s[n][2 + c], m[c]);
         // Keys 2t, 2t + 1, 2t + 8, 2t + 9 in this order, as a lane of the tile kernel has them.
-        const float other_near = __shfl_xor_sync(0xffffffffu, near, 4), other_far = __shfl_xor_sync(0xffffffffu, far, 4);
+        const float other_near = __shfl_xor_sync(0xffffffffu, near, 4),
+                    other_far = __shfl_xor_sync(0xffffffffu, far, 4);
         const float sum = ((near + other_near) + (odd ? other_far : far)) + (odd ? far : other_far);
         state.m[n][c] = m[c];
         state.l[n][c] = fmaf(state.l[n][c], shrink, sum);
@@ -388,8 +396,8 @@ class Decode {
   __device__ __forceinline__ void accumulate(State& state) const {
     const unsigned weights = ptx::smem_addr(smem_ + L::kOffsetP) + lane_ * 16;
     const unsigned stage = ptx::smem_addr(smem_) + stage_ * L::kStageBytes;
-    // 16-bit: matrices (keys 0-7, columns 0-7), (keys 0-7, columns 8-15), then keys 8-15. fp8: a matrix has 16 columns, so keys 0-7 and
-    // 8-15, of one or two column tiles.
+    // 16-bit: matrices (keys 0-7, columns 0-7), (keys 0-7, columns 8-15), then keys 8-15. fp8: a matrix has 16 columns,
+    // so keys 0-7 and 8-15, of one or two column tiles.
     const int key = L::kFp8 ? lane_ % 16 : lane_ % 8 + lane_ / 16 * 8;
     const int chunk = L::kFp8 ? warp_ * kCT + (kCT == 2 ? lane_ / 16 : 0) : warp_ * 2 * kCT + lane_ / 8 % 2;
     const unsigned base = stage + swizzled<L::kRowBytes>(key, chunk);
@@ -414,7 +422,8 @@ class Decode {
           }
 #pragma unroll
           for (int j = 0; j < kCT; ++j) {
-            // Bytes: (key 2t, column 2g), (key 2t, column 2g + 1), (key 2t + 1, ...): rows g and g + 8 of A stand for columns 2g and 2g + 1.
+            // Bytes: (key 2t, column 2g), (key 2t, column 2g + 1), (key 2t + 1, ...): rows g and g + 8 of A stand for
+            // columns 2g and 2g + 1.
             unsigned a[4];
             widen<Config::kv_type, Config::q_type>(ptx::prmt<0x3120>(v[2 * j]), a[0], a[1]);
             widen<Config::kv_type, Config::q_type>(ptx::prmt<0x3120>(v[2 * j + 1]), a[2], a[3]);
@@ -483,7 +492,8 @@ class Decode {
     return warp_ * L::kWarpCols + j * 16 + (L::kFp8 ? 2 * g_ + half : g_ + 8 * half);
   }
 
-  // Moves every row one place down: a rolled loop over the rows takes the first each time, so that what ends a row is compiled once.
+  // Moves every row one place down: a rolled loop over the rows takes the first each time, so that what ends a row is
+  // compiled once.
   __device__ __forceinline__ static void shift(State& s) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -511,7 +521,8 @@ class Decode {
       const int r = row_of(i / 2, i % 2);
       const int query = (first_ + r) / Config::group;
       if (query >= queries) continue;
-      const long long at = (static_cast<long long>(item.slot) + leaf * queries + query) * p_.num_qo_heads + meta_.qo_head[r];
+      const long long at =
+          (static_cast<long long>(item.slot) + leaf * queries + query) * p_.num_qo_heads + meta_.qo_head[r];
       if (warp_ == 0 && g_ == 0) reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(s.m[0][0], s.l[0][0]);
       float* to = p_.plan->partial_acc + at * L::kDim;
 #pragma unroll

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loader of the decode kernel: walks the worker's items ahead of the compute loop and fills one stage per call, K and V of a tile
-// in turn. Each warp brings the 16 keys of a tile that it scores later; lane l finds the slot of key l % 16, all lanes copy. The block
-// id of the next tile's key is read one tile ahead, so that no copy waits for the index.
+// The loader of the decode kernel: walks the worker's items ahead of the compute loop and fills one stage per call, K
+// and V of a tile in turn. Each warp brings the 16 keys of a tile that it scores later; lane l finds the slot of key l
+// % 16, all lanes copy. The block id of the next tile's key is read one tile ahead, so that no copy waits for the
+// index.
 //
-// A CTA that has an SM to itself has one warp per scheduler, so every instruction here is time, and a short kernel meets every
-// instruction for the first time: hence one way through for all kinds of steps, and no second copy of any of it.
+// A CTA that has an SM to itself has one warp per scheduler, so every instruction here is time, and a short kernel
+// meets every instruction for the first time: hence one way through for all kinds of steps, and no second copy of any
+// of it.
 #pragma once
 #include "cursor.cuh"
 #include "decode_layout.cuh"
@@ -55,8 +57,8 @@ class DecodeLoader {
  private:
   __device__ __forceinline__ DecodeCursor& mine() const { return meta_.cursors[warp_]; }
 
-  // To the next tile: of the leaf, or of the next leaf, pass over the rows, KV head, item. False: there is none. All lanes have read the
-  // cursor before the first one writes it.
+  // To the next tile: of the leaf, or of the next leaf, pass over the rows, KV head, item. False: there is none. All
+  // lanes have read the cursor before the first one writes it.
   __device__ __forceinline__ bool advance(DecodeCursor& at) {
     int tile = at.tile + L::kTile;
     const bool inside = tile < at.stop;
@@ -193,11 +195,11 @@ class DecodeLoader {
   char* ring_;
   M& meta_;
   int lane_, warp_;
-  int fill_;           // stage to fill next
-  int table_;          // table of the tile under the cursor
-  int id_, token_;     // block and place in it of this lane's key in the tile to come
-  int slot_;           // of the tile under the cursor; -1: no key
-  bool values_;        // V of the tile is next
+  int fill_;        // stage to fill next
+  int table_;       // table of the tile under the cursor
+  int id_, token_;  // block and place in it of this lane's key in the tile to come
+  int slot_;        // of the tile under the cursor; -1: no key
+  bool values_;     // V of the tile is next
   bool live_;
 };
 

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The consumers of the Hopper prefill family: warpgroups of 64 rows that multiply what a loader brings (hopper_loader.cuh).
+// The consumers of the Hopper prefill family: warpgroups of 64 rows that multiply what a loader brings
+// (hopper_loader.cuh).
 //
-// Per tile of kTile keys a warpgroup issues S' = Q K^T of the next tile to the tensor cores, then O += P V of the current one, and
-// computes the weights of S' while the second runs; P never leaves registers. The stream of tiles does not stop at the end of a row
-// block: the first product of the next one is under way while the last is finished and written. Warpgroups take turns at issuing
-// (named barriers), so that one's exponentials run under the other's products. Row r of a pass is query r / group, head r % group.
+// Per tile of kTile keys a warpgroup issues S' = Q K^T of the next tile to the tensor cores, then O += P V of the
+// current one, and computes the weights of S' while the second runs; P never leaves registers. The stream of tiles does
+// not stop at the end of a row block: the first product of the next one is under way while the last is finished and
+// written. Warpgroups take turns at issuing (named barriers), so that one's exponentials run under the other's
+// products. Row r of a pass is query r / group, head r % group.
 //
-// Numerics. Keys ascend from the leaf's start in tiles at multiples of kTile; a row's maximum, its shrink factor and its sum belong
-// to that row's own thread quad: lane t of the quad adds its keys 8n + 2t, 8n + 2t + 1 pair by pair in order of n, the quad adds at the
-// end of the leaf. Weights are 2^(s c - m c) with m the largest s: no bit depends on other rows, on the loader, on keys past the last
-// visible one (they add 0 under an unchanged maximum) or on whether the multiplication by a shrink factor of 1 is skipped.
+// Numerics. Keys ascend from the leaf's start in tiles at multiples of kTile; a row's maximum, its shrink factor and
+// its sum belong to that row's own thread quad: lane t of the quad adds its keys 8n + 2t, 8n + 2t + 1 pair by pair in
+// order of n, the quad adds at the end of the leaf. Weights are 2^(s c - m c) with m the largest s: no bit depends on
+// other rows, on the loader, on keys past the last visible one (they add 0 under an unchanged maximum) or on whether
+// the multiplication by a shrink factor of 1 is skipped.
 #pragma once
 #include "hopper_layout.cuh"
 #include "types.cuh"
@@ -21,7 +24,8 @@ class HopperConsumer {
   using L = HopperLayout<Config, Variant>;
   using M = HopperMeta<L>;
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
-  static constexpr int kS = L::kTile / 2;   // registers of a score tile: (row g: 4j, 4j + 1), (row g + 8: 4j + 2, 4j + 3)
+  static constexpr int kS =
+      L::kTile / 2;  // registers of a score tile: (row g: 4j, 4j + 1), (row g + 8: 4j + 2, 4j + 3)
   static constexpr int kO = L::kDimVo / 2;
 
   struct Row {
@@ -38,7 +42,8 @@ class HopperConsumer {
     lane_ = threadIdx.x % 32;
     group_ = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
-    // A negative scale turns the order of scores round: scores are negated instead. Zero becomes a number too small to matter.
+    // A negative scale turns the order of scores round: scores are negated instead. Zero becomes a number too small to
+    // matter.
     const float scale = Variant::has_logits || !Variant::use_softmax ? 1.0f : p.sm_scale;
     negate_ = scale < 0.0f;
     scale_ = fmaxf(fabsf(scale), 1e-30f) * kLog2e;
@@ -63,7 +68,8 @@ class HopperConsumer {
     for (bool more = true; more;) {
       unsigned w[kS / 2];
       const bool add = run_leaf(s, w, rows, offset, stop, o, m, l);
-      // The next leaf of this pass, or the first of the next pass; its first scores go ahead of this leaf's last product.
+      // The next leaf of this pass, or the first of the next pass; its first scores go ahead of this leaf's last
+      // product.
       const PassRecord& now = record();
       const int leaves = now.item.leaf_end - now.item.leaf_begin;
       const bool ends = leaf + 1 >= leaves;
@@ -74,7 +80,8 @@ class HopperConsumer {
       }
       if (more) wait_k(tile_ + 1);
       turn_begin();
-      // At the very end this multiplies what is left in the buffers and nobody looks: a branch here would make ptxas serialise (C7515).
+      // At the very end this multiplies what is left in the buffers and nobody looks: a branch here would make ptxas
+      // serialise (C7515).
       multiply_scores(s, ends ? (pass_ + 1) & 1 : pass_ & 1, tile_ + 1);
       wait_v(tile_);
       multiply_values(o, w, tile_ % L::kStages, add);
@@ -130,7 +137,8 @@ class HopperConsumer {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2], int stage, bool add) const {
+  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2], int stage,
+                                                  bool add) const {
     const unsigned long long v = ptx::desc_sw128(base_ + L::kOffsetV + stage * L::kBytesV, L::kSlabKv, 1024);
     ptx::wgmma_fence();
 #pragma unroll
@@ -141,8 +149,12 @@ class HopperConsumer {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void wait_k(int t) const { ptx::mbar_wait(bar(meta_.k_full[t % L::kStages]), t / L::kStages & 1); }
-  __device__ __forceinline__ void wait_v(int t) const { ptx::mbar_wait(bar(meta_.v_full[t % L::kStages]), t / L::kStages & 1); }
+  __device__ __forceinline__ void wait_k(int t) const {
+    ptx::mbar_wait(bar(meta_.k_full[t % L::kStages]), t / L::kStages & 1);
+  }
+  __device__ __forceinline__ void wait_v(int t) const {
+    ptx::mbar_wait(bar(meta_.v_full[t % L::kStages]), t / L::kStages & 1);
+  }
   __device__ __forceinline__ void release(const unsigned long long& empty) const {
     __syncwarp();  // lane 0 speaks for lanes that may still be reading the key table
     if (lane_ == 0) ptx::mbar_arrive(bar(empty));
@@ -209,7 +221,8 @@ class HopperConsumer {
     return __all_sync(0xffffffffu, yes) && !any_mask_ && offset + L::kTile <= limit_min_;
   }
 
-  __device__ __forceinline__ bool seen(const Row& row, const Ctx& c, int pos, int offset, const unsigned char* mask) const {
+  __device__ __forceinline__ bool seen(const Row& row, const Ctx& c, int pos, int offset,
+                                       const unsigned char* mask) const {
     bool yes = pos >= row.low && pos <= row.high && offset < row.limit;
     if constexpr (!Variant::mask_is_interval) yes = yes && Variant::mask(params_, row.hook, c);
     if constexpr (Variant::reads_index_mask) {
@@ -309,8 +322,8 @@ class HopperConsumer {
     for (int half = 0; half < 2; ++half) l[half] = __fmaf_rn(l[half], shrink[half], sum[half]);
   }
 
-  // A store that never happens, but only the sums of all weights can tell: ptxas would else sink the exponentials below the wait for
-  // the products under which they are meant to run.
+  // A store that never happens, but only the sums of all weights can tell: ptxas would else sink the exponentials below
+  // the wait for the products under which they are meant to run.
   __device__ __forceinline__ void weights_done(const float (&l)[2]) const {
     if constexpr (!Variant::use_softmax) return;
     ptx::computed(l[0] + l[1], base_);
@@ -328,10 +341,10 @@ class HopperConsumer {
   }
 
   // ------------------------------------------------------------------ a leaf
-  // From the scores of its first tile in s to the weights of its last in w, whose product with V is still to come (added to o, or the
-  // first: the result). m holds raw maxima here (before the factor scale_).
-  __device__ __forceinline__ bool run_leaf(float (&s)[kS], unsigned (&w)[kS / 2], const Row (&rows)[2], int offset, int stop,
-                                           float (&o)[kO], float (&m)[2], float (&l)[2]) {
+  // From the scores of its first tile in s to the weights of its last in w, whose product with V is still to come
+  // (added to o, or the first: the result). m holds raw maxima here (before the factor scale_).
+  __device__ __forceinline__ bool run_leaf(float (&s)[kS], unsigned (&w)[kS / 2], const Row (&rows)[2], int offset,
+                                           int stop, float (&o)[kO], float (&m)[2], float (&l)[2]) {
     float shrink[2];
     m[0] = m[1] = neg_inf();
     l[0] = l[1] = 0.0f;
@@ -377,8 +390,8 @@ class HopperConsumer {
   }
 
   // Leaf onto total; the result is in both.
-  __device__ __forceinline__ void fold(bool first, float (&total_o)[kO], float (&total_m)[2], float (&total_l)[2], float (&o)[kO],
-                                       float (&m)[2], float (&l)[2]) const {
+  __device__ __forceinline__ void fold(bool first, float (&total_o)[kO], float (&total_m)[2], float (&total_l)[2],
+                                       float (&o)[kO], float (&m)[2], float (&l)[2]) const {
     volatile float* memory = total_o;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -399,15 +412,16 @@ class HopperConsumer {
   }
 
   // ------------------------------------------------------------------ results
-  __device__ __forceinline__ void store_state(const PassRecord& pass, int leaf, const Row (&rows)[2], const float (&o)[kO],
-                                              const float (&m)[2], const float (&l)[2]) const {
+  __device__ __forceinline__ void store_state(const PassRecord& pass, int leaf, const Row (&rows)[2],
+                                              const float (&o)[kO], const float (&m)[2], const float (&l)[2]) const {
     const WorkItem& item = pass.item;
     const int queries = item.q_end - item.q_begin;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (rows[half].ctx.qo_row < 0) continue;
       const int query = (pass.first + row_of(half)) / Config::group;
-      const long long at = (static_cast<long long>(item.slot) + leaf * queries + query) * p_.num_qo_heads + rows[half].ctx.qo_head;
+      const long long at =
+          (static_cast<long long>(item.slot) + leaf * queries + query) * p_.num_qo_heads + rows[half].ctx.qo_head;
       if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(m[half], l[half]);
       float* to = p_.plan->partial_acc + at * L::kDimVo + lane_ % 4 * 2;
 #pragma unroll
@@ -417,11 +431,15 @@ class HopperConsumer {
     }
   }
 
-  // Divides and writes 64 rows. 16-bit results go through the buffer where Q lay (its last product is done), so that rows leave in
-  // 16-byte pieces; a warp's sixteen rows are its own, but the products of its neighbours may still read theirs: hence the barrier.
-  __device__ __forceinline__ void finish(const Row (&rows)[2], int buffer, float (&o)[kO], const float (&m)[2], const float (&l)[2]) const {
+  // Divides and writes 64 rows. 16-bit results go through the buffer where Q lay (its last product is done), so that
+  // rows leave in 16-byte pieces; a warp's sixteen rows are its own, but the products of its neighbours may still read
+  // theirs: hence the barrier.
+  __device__ __forceinline__ void finish(const Row (&rows)[2], int buffer, float (&o)[kO], const float (&m)[2],
+                                         const float (&l)[2]) const {
     constexpr bool kStaged = kBytes<Config::out_type> == 2;
-    const bool vectors = kStaged && ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
+    const bool vectors =
+        kStaged &&
+        ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
     long long to[2];
     if (vectors) ptx::bar_sync(1 + L::kGroups + group_, 128);
 #pragma unroll
@@ -437,7 +455,8 @@ class HopperConsumer {
         const auto y = finish_value<Config, Variant>(params_, c, row, col + 1, o[4 * n + 2 * half + 1]);
         if (vectors) {
           const int r = row_of(half);
-          const unsigned at = base_ + buffer * L::kBytesQ + n / 8 * L::kSlabQ + r * 128 + ((n ^ r) & 7) * 16 + lane_ % 4 * 4;
+          const unsigned at =
+              base_ + buffer * L::kBytesQ + n / 8 * L::kSlabQ + r * 128 + ((n ^ r) & 7) * 16 + lane_ % 4 * 4;
           ptx::st_shared(at, static_cast<unsigned>(x) | static_cast<unsigned>(y) << 16);
         } else if (to[half] != kNothing) {
           auto* row_out = reinterpret_cast<typename Bits<Config::out_type>::type*>(p_.out) + to[half] + col;
@@ -479,7 +498,8 @@ class HopperConsumer {
 
 // The kernel: initialises barriers, gives registers to the consumers, starts the roles.
 template <class Config, class Variant, class Loader>
-__device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef* params, const KvMaps& maps, char* smem) {
+__device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef* params, const KvMaps& maps,
+                                              char* smem) {
   using L = HopperLayout<Config, Variant>;
   using M = HopperMeta<L>;
   if (blockIdx.x >= p.plan->num_workers) return;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Hopper prefill family: shared memory, barriers and the walk over a worker's list that loaders and consumers share.
-// Not wired into the runtime yet, and this form has not run on a GPU yet (docs/performance.md, Prefill); benchmarks/experiments/prefill.cu
-// builds, checks and times it, prefill_emulate.sh checks it on a CPU.
+// The Hopper prefill family: shared memory, barriers and the walk over a worker's list that loaders and consumers
+// share. Not wired into the runtime yet, and this form has not run on a GPU yet (docs/performance.md, Prefill);
+// benchmarks/experiments/prefill.cu builds, checks and times it, prefill_emulate.sh checks it on a CPU.
 //
-// One CTA per SM: a loader warpgroup and Config::warpgroups consumer warpgroups of 64 rows each. Operands lie as wgmma wants them:
-// slabs of 64 elements, a slab row is 128 bytes with the 128-byte swizzle, [slab][row][64]. Q and the K and V tiles have two
-// buffers each; the buffer of a Q that has been multiplied is where its output is staged for 16-byte stores.
+// One CTA per SM: a loader warpgroup and Config::warpgroups consumer warpgroups of 64 rows each. Operands lie as wgmma
+// wants them: slabs of 64 elements, a slab row is 128 bytes with the 128-byte swizzle, [slab][row][64]. Q and the K and
+// V tiles have two buffers each; the buffer of a Q that has been multiplied is where its output is staged for 16-byte
+// stores.
 #pragma once
 #include "cursor.cuh"
 #include "finish.cuh"
@@ -18,12 +19,14 @@ struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
-// How the box loader sees K and V: 4-D maps (head_dim, token, head, page) of boxes (64, 2^box_log2, 1, 1). A pool whose tokens have
-// one stride across pages is one page of num_slots tokens (page.divisor 2^31), so that boxes may start at any slot.
+// How the box loader sees K and V: 4-D maps (head_dim, token, head, page) of boxes (64, 2^box_log2, 1, 1). A pool whose
+// tokens have one stride across pages is one page of num_slots tokens (page.divisor 2^31), so that boxes may start at
+// any slot.
 struct KvMaps {
   TensorMap k, v;
   FastDiv page_k, page_v;
-  int box_log2;  // tokens per box, at most kTile; index blocks, cache pages and list offsets are multiples of it, or the list is affine
+  int box_log2;  // tokens per box, at most kTile; index blocks, cache pages and list offsets are multiples of it, or
+                 // the list is affine
 };
 
 enum class Loading { boxes, gather };
@@ -38,12 +41,13 @@ struct HopperLayout {
   static constexpr int kStages = 2;
   static constexpr int kDim = Config::head_dim;
   static constexpr int kDimVo = Config::head_dim_vo;
-  static_assert(kDim % 64 == 0 && kDimVo % 64 == 0 && kDimVo <= kDim, "slabs of 64 elements; the output is staged where Q lay");
+  static_assert(kDim % 64 == 0 && kDimVo % 64 == 0 && kDimVo <= kDim,
+                "slabs of 64 elements; the output is staged where Q lay");
   static_assert(!Variant::has_query && !Variant::has_key && !Variant::has_value, "no hooks on q, k, v yet");
   static constexpr int kMaskRows = Variant::reads_index_mask ? kRows : 2;
   static constexpr bool kNeedsSlots = Variant::has_logits || !Variant::mask_is_interval;
 
-  static constexpr int kSlabQ = kRows * 128;   // bytes of one slab
+  static constexpr int kSlabQ = kRows * 128;  // bytes of one slab
   static constexpr int kSlabKv = kTile * 128;
   static constexpr int kBytesQ = kSlabQ * (kDim / 64);
   static constexpr int kBytesK = kSlabKv * (kDim / 64);
@@ -61,8 +65,8 @@ struct PassRecord {
   int done;         // 1: no pass, the list has ended
 };
 
-// What loaders tell consumers, and the barriers. A Q buffer, its pass record and its row table are one; so are a stage of K and its
-// key table.
+// What loaders tell consumers, and the barriers. A Q buffer, its pass record and its row table are one; so are a stage
+// of K and its key table.
 template <class L>
 struct HopperMeta {
   int pos[L::kStages][L::kTile];  // positions of the keys; kDeadKey: no key
@@ -84,7 +88,8 @@ constexpr int hopper_smem_bytes() {
   return HopperLayout<Config, Variant>::kOffsetMeta + sizeof(HopperMeta<HopperLayout<Config, Variant>>);
 }
 
-// Calls f(item, head, first) for every pass of a worker's list, in plan order: an item's KV heads, then every kRows of its rows.
+// Calls f(item, head, first) for every pass of a worker's list, in plan order: an item's KV heads, then every kRows of
+// its rows.
 template <int kRows, int kGroup, class F>
 __device__ __forceinline__ void walk_passes(const RunParams& p, int worker, F&& f) {
   const int end = p.plan->worker_indptr[worker + 1];
@@ -100,8 +105,8 @@ __device__ __forceinline__ void walk_passes(const RunParams& p, int worker, F&& 
   }
 }
 
-// First tile and one past the last key of a leaf, as an item sees it. A leaf without keys still has one tile, of dead keys, so that
-// its rows are written by the same code as all others.
+// First tile and one past the last key of a leaf, as an item sees it. A leaf without keys still has one tile, of dead
+// keys, so that its rows are written by the same code as all others.
 template <int kTile>
 __device__ __forceinline__ void leaf_range(const RunParams& p, const WorkItem& item, int leaf, int& first, int& stop) {
   const RulerDesc& ruler = p.plan->rulers[item.klass];

@@ -1,25 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loaders of the Hopper prefill family: they bring Q and the K and V tiles of a worker's list into shared memory, in the order in
-// which consumers want them (K of tile t + 1 before V of tile t), and say which keys a tile holds. Consumers see barriers and the
-// key table only, never how the bytes came.
+// Loaders of the Hopper prefill family: they bring Q and the K and V tiles of a worker's list into shared memory, in
+// the order in which consumers want them (K of tile t + 1 before V of tile t), and say which keys a tile holds.
+// Consumers see barriers and the key table only, never how the bytes came.
 //
-// boxes: one warp each for K and V issues TMA boxes, one box per run of 2^box_log2 tokens (a page, or a whole tile where KV is
-//   contiguous); a warp brings Q by 16-byte asynchronous copies and one writes the rows' table. Boxes of few rows stack in a swizzled
-//   tile exactly as one big box would. Keys that are not there: a box without a page is out of bounds and arrives as zeros; the rest of
-//   a page is cleared in V between arrival and hand-over (weight 0 times NaN would be NaN).
-// gather: all four warps copy rows by 16-byte asynchronous copies from any slots; dead rows are zeros, nothing is read for them.
+// boxes: one warp each for K and V issues TMA boxes, one box per run of 2^box_log2 tokens (a page, or a whole tile
+// where KV is
+//   contiguous); a warp brings Q by 16-byte asynchronous copies and one writes the rows' table. Boxes of few rows stack
+//   in a swizzled tile exactly as one big box would. Keys that are not there: a box without a page is out of bounds and
+//   arrives as zeros; the rest of a page is cleared in V between arrival and hand-over (weight 0 times NaN would be
+//   NaN).
+// gather: all four warps copy rows by 16-byte asynchronous copies from any slots; dead rows are zeros, nothing is read
+// for them.
 #pragma once
 #include "hopper_layout.cuh"
 #include "loader.cuh"
 
 namespace attnrt {
 
-// Copies 32 rows of kColumns 16-bit elements into rows row0... of a swizzled tile: lane i holds the element offset of row row0 + i.
+// Copies 32 rows of kColumns 16-bit elements into rows row0... of a swizzled tile: lane i holds the element offset of
+// row row0 + i.
 template <int kColumns, int kSlab>
 __device__ __forceinline__ void gather_rows(const char* src, unsigned tile, int row0, long long offset, int lane) {
-  constexpr int kChunks = kColumns / 8;         // 16-byte chunks per row: 8 or 16, or 24, 32
-  constexpr int kPer = kChunks >= 16 ? 2 : 4;   // rows per instruction
-  constexpr int kLanes = 32 / kPer;             // lanes per row
+  constexpr int kChunks = kColumns / 8;        // 16-byte chunks per row: 8 or 16, or 24, 32
+  constexpr int kPer = kChunks >= 16 ? 2 : 4;  // rows per instruction
+  constexpr int kLanes = 32 / kPer;            // lanes per row
   const int sub = lane / kLanes, chunk0 = lane % kLanes;
 #pragma unroll
   for (int i = 0; i < 32; i += kPer) {
@@ -45,13 +49,18 @@ class HopperLoader {
   static constexpr int kArrivalsQ = kHow == Loading::boxes ? 2 : 4;
   static constexpr int kArrivalsK = kHow == Loading::boxes ? 2 : 4;
   static constexpr int kArrivalsV = kHow == Loading::boxes ? 1 : 4;
-  // Registers per thread. A CTA has 504 for 128 threads of the loader and 256 consumers, so that neither side spills; 512 for 128 and
-  // 384, where consumers below 160 make ptxas serialise their products (C7512), so that the loader spills.
+  // Registers per thread. A CTA has 504 for 128 threads of the loader and 256 consumers, so that neither side spills;
+  // 512 for 128 and 384, where consumers below 160 make ptxas serialise their products (C7512), so that the loader
+  // spills.
   static constexpr int kRegs = L::kGroups == 3 ? 32 : kHow == Loading::boxes ? 72 : 104;
   static constexpr int kConsumerRegs = L::kGroups == 3 ? (512 - kRegs) / 3 : (504 - kRegs) / 2;
 
   __device__ __forceinline__ HopperLoader(const RunParams& p, const ParamRef* params, const KvMaps& maps, char* smem)
-      : p_(p), params_(params), maps_(maps), base_(ptx::smem_addr(smem)), meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
+      : p_(p),
+        params_(params),
+        maps_(maps),
+        base_(ptx::smem_addr(smem)),
+        meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
     lane_ = threadIdx.x % 32;
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   }
@@ -87,7 +96,8 @@ class HopperLoader {
   }
 
   // Listed block of the key at an offset, or -1. The load is issued a tile ahead: its latency is that of L2 or worse.
-  __device__ __forceinline__ int fetch_block(const PartDesc& part, const KvList& list, const Tile& tile, int offset) const {
+  __device__ __forceinline__ int fetch_block(const PartDesc& part, const KvList& list, const Tile& tile,
+                                             int offset) const {
     const int key = offset + lookup_key();
     const int span = kHow == Loading::boxes ? 1 << maps_.box_log2 : 1;  // a box may begin before what is live in it
     if (key + span <= tile.live_low || key >= min(tile.live_high, offset + L::kTile)) return -1;
@@ -98,7 +108,8 @@ class HopperLoader {
   }
 
   // Slot and position of the key whose block that is; slot -1: no key.
-  __device__ __forceinline__ long long slot_in(const PartDesc& part, const KvList& list, int offset, int id, int& pos) const {
+  __device__ __forceinline__ long long slot_in(const PartDesc& part, const KvList& list, int offset, int id,
+                                               int& pos) const {
     const int j = offset + lookup_key() - list.offset;
     pos = list.pos + j;
     if (id < 0) return -1;
@@ -126,13 +137,16 @@ class HopperLoader {
     return range;
   }
 
-  // Bounds of what exists in memory under a block row. A list may hold more than its live range; the item may want less of it.
-  __device__ __forceinline__ void live_range(const WorkItem& item, const PartDesc& part, const KvList& list, int& low, int& high) const {
+  // Bounds of what exists in memory under a block row. A list may hold more than its live range; the item may want less
+  // of it.
+  __device__ __forceinline__ void live_range(const WorkItem& item, const PartDesc& part, const KvList& list, int& low,
+                                             int& high) const {
     low = max(part.kv_begin[item.row], list.offset);
     high = min(part.kv_end[item.row], bound_limit(p_, item, part));
   }
 
-  // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's lookup key.
+  // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's lookup
+  // key.
   template <class F>
   __device__ __forceinline__ void walk_tiles(F&& f) {
     walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
@@ -165,15 +179,18 @@ class HopperLoader {
 
   // ------------------------------------------------------------------ queries
   // Offset of row `first + r` of an item in q, or kNoRow.
-  __device__ __forceinline__ long long query_offset(const WorkItem& item, const PartDesc& part, int head, int row) const {
+  __device__ __forceinline__ long long query_offset(const WorkItem& item, const PartDesc& part, int head,
+                                                    int row) const {
     const int query = item.q_begin + row / Config::group;
     if (query >= item.q_end) return kNoRow;
     const long long qo_row = part.qo_index ? part.qo_index[query] : query;
-    return qo_row * p_.q_stride_row + static_cast<long long>(head * Config::group + row % Config::group) * p_.q_stride_head;
+    return qo_row * p_.q_stride_row +
+           static_cast<long long>(head * Config::group + row % Config::group) * p_.q_stride_head;
   }
 
   // Table entry of row r of a pass.
-  __device__ __forceinline__ void write_row(const WorkItem& item, const PartDesc& part, int head, int first, int r, int buffer) {
+  __device__ __forceinline__ void write_row(const WorkItem& item, const PartDesc& part, int head, int first, int r,
+                                            int buffer) {
     const int query = item.q_begin + (first + r) / Config::group;
     int4 row = make_int4(-1, 0, 0x7fffffff, kDeadKey);
     int2 request = make_int2(0, 0x7fffffff);
@@ -266,19 +283,22 @@ class HopperLoader {
     if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
   }
 
-  __device__ __forceinline__ void copy_queries(const WorkItem& item, const PartDesc& part, int head, int first, int buffer, int row0,
-                                               int step) const {
+  __device__ __forceinline__ void copy_queries(const WorkItem& item, const PartDesc& part, int head, int first,
+                                               int buffer, int row0, int step) const {
 #pragma unroll 1
     for (int row = row0; row < L::kRows; row += step) {
-      gather_rows<L::kDim, L::kSlabQ>(p_.q, base_ + buffer * L::kBytesQ, row, query_offset(item, part, head, first + row + lane_), lane_);
+      gather_rows<L::kDim, L::kSlabQ>(p_.q, base_ + buffer * L::kBytesQ, row,
+                                      query_offset(item, part, head, first + row + lane_), lane_);
     }
   }
 
   // ------------------------------------------------------------------ boxes
-  // One tile of K or V as kBoxes boxes: lane b holds the coordinates of box b (page -1: nothing there). All coordinates are fetched
-  // before the elected thread issues: under elect.sync an operation costs 26 clocks, in a loop with shuffles 130.
+  // One tile of K or V as kBoxes boxes: lane b holds the coordinates of box b (page -1: nothing there). All coordinates
+  // are fetched before the elected thread issues: under elect.sync an operation costs 26 clocks, in a loop with
+  // shuffles 130.
   template <int kColumns, int kBoxes>
-  __device__ __forceinline__ void issue_boxes(const TensorMap& map, unsigned dst, unsigned full, int token, int page, int head) const {
+  __device__ __forceinline__ void issue_boxes(const TensorMap& map, unsigned dst, unsigned full, int token, int page,
+                                              int head) const {
     int tokens[kBoxes], pages[kBoxes];
 #pragma unroll
     for (int b = 0; b < kBoxes; ++b) {
@@ -291,20 +311,26 @@ class HopperLoader {
       for (int b = 0; b < kBoxes; ++b)
 #pragma unroll
         for (int c = 0; c < kColumns / 64; ++c) {
-          ptx::tma_load_4d(dst + b * (L::kTile / kBoxes) * 128 + c * L::kSlabKv, &map, full, c * 64, tokens[b], head, pages[b]);
+          ptx::tma_load_4d(dst + b * (L::kTile / kBoxes) * 128 + c * L::kSlabKv, &map, full, c * 64, tokens[b], head,
+                           pages[b]);
         }
     }
     __syncwarp();
   }
 
   template <int kColumns>
-  __device__ __forceinline__ void issue(const TensorMap& map, unsigned dst, unsigned full, int token, int page, int head) const {
+  __device__ __forceinline__ void issue(const TensorMap& map, unsigned dst, unsigned full, int token, int page,
+                                        int head) const {
     static_assert(L::kTile == 128, "boxes of 16 to 128 tokens");
     switch (maps_.box_log2) {
-      case 7: return issue_boxes<kColumns, 1>(map, dst, full, token, page, head);
-      case 6: return issue_boxes<kColumns, 2>(map, dst, full, token, page, head);
-      case 5: return issue_boxes<kColumns, 4>(map, dst, full, token, page, head);
-      default: return issue_boxes<kColumns, 8>(map, dst, full, token, page, head);
+      case 7:
+        return issue_boxes<kColumns, 1>(map, dst, full, token, page, head);
+      case 6:
+        return issue_boxes<kColumns, 2>(map, dst, full, token, page, head);
+      case 5:
+        return issue_boxes<kColumns, 4>(map, dst, full, token, page, head);
+      default:
+        return issue_boxes<kColumns, 8>(map, dst, full, token, page, head);
     }
   }
 
@@ -375,8 +401,8 @@ class HopperLoader {
   }
 
   // ------------------------------------------------------------------ gather
-  // The copies of a thread are its own until it has waited and fenced: buffers are handed over two groups late, so that three are
-  // under way. pending_[0] is the older of the two that are.
+  // The copies of a thread are its own until it has waited and fenced: buffers are handed over two groups late, so that
+  // three are under way. pending_[0] is the older of the two that are.
   template <int kLater>
   __device__ __forceinline__ void hand_over(unsigned full) const {
     if (!full) return;

@@ -30,10 +30,11 @@ ATTNRT_DEV void ld_shared16(u32 (&x)[4], u32 addr) {
                : "memory");
 }
 
-// Does nothing for x >= -1, but as a store that might happen it keeps ptxas from moving what x depends on below the next
-// synchronising instruction.
+// Does nothing for x >= -1, but as a store that might happen it keeps ptxas from moving what x depends on below the
+// next synchronising instruction.
 ATTNRT_DEV void computed(float x, u32 addr) {
-  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0fBF800000; @p st.shared.b32 [%1], %0;}" ::"f"(x), "r"(addr) : "memory");
+  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0fBF800000; @p st.shared.b32 [%1], %0;}" ::"f"(x), "r"(addr)
+               : "memory");
 }
 
 }  // namespace ptx

@@ -118,8 +118,8 @@ struct PlanHeader {
   PartDesc parts[kMaxParts];
 };
 
-// Asks for the plan's header in L2, line by line. A short kernel would otherwise wait for memory once for every part of the header that it
-// comes to. Being a hint, it may come before the wait for predecessors.
+// Asks for the plan's header in L2, line by line. A short kernel would otherwise wait for memory once for every part of
+// the header that it comes to. Being a hint, it may come before the wait for predecessors.
 __device__ __forceinline__ void prefetch_plan(const PlanHeader* plan) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kLines = sizeof(PlanHeader) / 128;

@@ -2,25 +2,27 @@
 // Fold the partial states of rows that no single item finishes.
 
 struct Merge {
-  const attnrt_call &call;
-  const Hooks &hooks;
-  float *ml, *acc;        // states of the pairwise tree's stack, the running state first
+  const attnrt_call& call;
+  const Hooks& hooks;
+  float *ml, *acc;  // states of the pairwise tree's stack, the running state first
   int32_t level[40];
 
-  const float *state_ml(int64_t slot, int head) const { return call.plan.partial_ml + (slot * call.num_qo_heads + head) * 2; }
-  const float *state_acc(int64_t slot, int head) const {
+  const float* state_ml(int64_t slot, int head) const {
+    return call.plan.partial_ml + (slot * call.num_qo_heads + head) * 2;
+  }
+  const float* state_acc(int64_t slot, int head) const {
     return call.plan.partial_acc + (slot * call.num_qo_heads + head) * call.head_dim_vo;
   }
 
   void put(int at, int64_t slot, int head) {
-    const float *from = state_ml(slot, head);
+    const float* from = state_ml(slot, head);
     ml[2 * at] = from[0];
     ml[2 * at + 1] = from[1];
     __builtin_memcpy(acc + static_cast<int64_t>(at) * call.head_dim_vo, state_acc(slot, head),
                      sizeof(float) * static_cast<size_t>(call.head_dim_vo));
   }
 
-  void sequential(const MergeRow &row, int head) {
+  void sequential(const MergeRow& row, int head) {
     for (int i = row.slot_begin; i < row.slot_end; ++i) {
       const int64_t slot = call.plan.merge_slots[i];
       if (i == row.slot_begin)
@@ -30,9 +32,9 @@ struct Merge {
     }
   }
 
-  // Split at the largest power of two below the span, by absolute leaf index, as a binary counter: the stack holds aligned
-  // subtrees of falling size. A sibling that has no state is empty: the subtree rises without a fold.
-  void pairwise(const MergeRow &row, int head) {
+  // Split at the largest power of two below the span, by absolute leaf index, as a binary counter: the stack holds
+  // aligned subtrees of falling size. A sibling that has no state is empty: the subtree rises without a fold.
+  void pairwise(const MergeRow& row, int head) {
     const int64_t dim = call.head_dim_vo;
     int size = 0;
     int64_t next = 0;
@@ -46,7 +48,8 @@ struct Merge {
       next = leaf + 1;
     }
     for (; size > 1; --size)
-      combine(ml + 2 * (size - 2), acc + (size - 2) * dim, ml + 2 * (size - 1), acc + (size - 1) * dim, call.head_dim_vo);
+      combine(ml + 2 * (size - 2), acc + (size - 2) * dim, ml + 2 * (size - 1), acc + (size - 1) * dim,
+              call.head_dim_vo);
   }
 
   // Close subtrees that end with `leaf`. `present`: the top of the stack is that leaf's own state.
@@ -68,13 +71,13 @@ struct Merge {
     return size;
   }
 
-  void run(const MergeRow &row) {
+  void run(const MergeRow& row) {
     attnrt::Ctx c{};
     c.request = -1;
     c.qo_row = row.qo_row;
     if (call.plan.row_request) c.request = call.plan.row_request[row.qo_row];
     if (c.request >= 0) {
-      const attnrt_plan &plan = call.plan;
+      const attnrt_plan& plan = call.plan;
       c.qo_len = plan.qo_lens[c.request];
       c.kv_len = kv_len_of(plan, c.request);
       c.qo_pos = plan.row_pos[row.qo_row] - (plan.kv_lens[c.request] - c.kv_len);
@@ -93,14 +96,17 @@ struct Merge {
   }
 };
 
-static int merge_rows(const attnrt_call *call, const Hooks &hooks, int worker, int num_workers) {
-  const attnrt_plan &plan = call->plan;
+static int merge_rows(const attnrt_call* call, const Hooks& hooks, int worker, int num_workers) {
+  const attnrt_plan& plan = call->plan;
   constexpr int kStack = 40;
   const size_t ml_bytes = kStack * 2 * sizeof(float);
   if (!scratch().reserve(ml_bytes + kStack * sizeof(float) * static_cast<size_t>(call->head_dim_vo))) return 1;
-  Merge merge{*call, hooks, reinterpret_cast<float *>(scratch().memory),
-              reinterpret_cast<float *>(scratch().memory + ml_bytes), {}};
-  const MergeRow *rows = reinterpret_cast<const MergeRow *>(plan.merges);
+  Merge merge{*call,
+              hooks,
+              reinterpret_cast<float*>(scratch().memory),
+              reinterpret_cast<float*>(scratch().memory + ml_bytes),
+              {}};
+  const MergeRow* rows = reinterpret_cast<const MergeRow*>(plan.merges);
   for (int64_t i = worker; i < plan.num_merges; i += num_workers) merge.run(rows[i]);
   return 0;
 }

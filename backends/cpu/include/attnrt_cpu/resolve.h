@@ -3,7 +3,8 @@
 
 // Columns of a work item and of a merge (scheduler.base.WORK_FIELDS, MERGE_FIELDS).
 struct WorkItem {
-  int32_t part, row, q_begin, q_end, head_begin, head_end, kv_begin, kv_end, leaf_begin, leaf_end, slot, klass, fold, cost;
+  int32_t part, row, q_begin, q_end, head_begin, head_end, kv_begin, kv_end, leaf_begin, leaf_end, slot, klass, fold,
+      cost;
 };
 static_assert(sizeof(WorkItem) == 14 * 4, "one column per field");
 struct MergeRow {
@@ -12,7 +13,7 @@ struct MergeRow {
 static_assert(sizeof(MergeRow) == 5 * 4, "one column per field");
 
 // Keys of a request: the bound number where there is one, kept within what the plan was made for.
-ATTNRT_INLINE int kv_len_of(const attnrt_plan &plan, int request) {
+ATTNRT_INLINE int kv_len_of(const attnrt_plan& plan, int request) {
   const int most = plan.kv_lens[request];
   if (!plan.bound_kv_lens) return most;
   const int bound = plan.bound_kv_lens[request];
@@ -20,7 +21,7 @@ ATTNRT_INLINE int kv_len_of(const attnrt_plan &plan, int request) {
 }
 
 // First offset of a leaf. Past the steps it may pass 2^31: 64-bit.
-static int64_t leaf_start(const attnrt_class &klass, int64_t leaf) {
+static int64_t leaf_start(const attnrt_class& klass, int64_t leaf) {
   int64_t offset = 0;
   for (int i = 0; i < klass.num_steps; ++i) {
     const int64_t count = klass.steps[2 * i], size = klass.steps[2 * i + 1];
@@ -32,8 +33,8 @@ static int64_t leaf_start(const attnrt_class &klass, int64_t leaf) {
 }
 
 // Fill `tile` for list (row, head) of a part. `begin`, `end`: offsets outside which the item does not look.
-static void resolve(const attnrt_call &call, const attnrt_part &part, int row, int head, int64_t begin, int64_t end, int kv_tile,
-                    Tile &tile) {
+static void resolve(const attnrt_call& call, const attnrt_part& part, int row, int head, int64_t begin, int64_t end,
+                    int kv_tile, Tile& tile) {
   const int64_t list = static_cast<int64_t>(row) * part.heads + (part.heads == 1 ? 0 : head);
   const int64_t shift = part.kv_offset[row], C = part.block_size;
   const int64_t lo = begin > shift + part.kv_begin[list] ? begin : shift + part.kv_begin[list];
@@ -49,8 +50,8 @@ static void resolve(const attnrt_call &call, const attnrt_part &part, int row, i
     return;
   }
   const int64_t num_slots = call.k.num_pages * call.k.page_size;
-  const int32_t *blocks = part.indices ? part.indices + part.indptr[list] : nullptr;
-  const int32_t *positions = part.block_pos ? part.block_pos + part.indptr[list] : nullptr;
+  const int32_t* blocks = part.indices ? part.indices + part.indptr[list] : nullptr;
+  const int32_t* positions = part.block_pos ? part.block_pos + part.indptr[list] : nullptr;
   const int64_t base_pos = positions ? 0 : static_cast<int64_t>(part.kv_pos[row]) + tile.first - shift;
   if (!positions)
     for (int j = 0; j < kv_tile; ++j) tile.pos[j] = static_cast<int32_t>(base_pos + j);

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of floats for one instruction family, as compiler vector types: one source for AVX-512, AVX2 + FMA and plain C++.
+// Vectors of floats for one instruction family, as compiler vector types: one source for AVX-512, AVX2 + FMA and plain
+// C++.
 //
-// This header and all that follow it are included inside a namespace of the family, after the compiler's target is set (see
-// kernels.h), so that three families live in one library. The build uses -ffp-contract=off: a multiply and an add are two
-// roundings unless the text says `fma`. Where fma is one rounding and where it is two is part of the numeric class.
+// This header and all that follow it are included inside a namespace of the family, after the compiler's target is set
+// (see kernels.h), so that three families live in one library. The build uses -ffp-contract=off: a multiply and an add
+// are two roundings unless the text says `fma`. Where fma is one rounding and where it is two is part of the numeric
+// class.
 
 // ATTNRT_TARGET_*: set where the target is an attribute that predefines no macro (clang).
 #if defined(ATTNRT_TARGET_AVX512) || \
@@ -24,10 +26,10 @@ typedef int32_t vi_mem __attribute__((vector_size(4 * ATTNRT_LANES), aligned(4),
 
 #define ATTNRT_INLINE static inline __attribute__((always_inline))
 
-ATTNRT_INLINE vf load(const float *p) { return *reinterpret_cast<const vf_mem *>(p); }
-ATTNRT_INLINE void store(float *p, vf x) { *reinterpret_cast<vf_mem *>(p) = x; }
-ATTNRT_INLINE vi load_int(const int32_t *p) { return *reinterpret_cast<const vi_mem *>(p); }
-ATTNRT_INLINE void store_int(int32_t *p, vi x) { *reinterpret_cast<vi_mem *>(p) = x; }
+ATTNRT_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_mem*>(p); }
+ATTNRT_INLINE void store(float* p, vf x) { *reinterpret_cast<vf_mem*>(p) = x; }
+ATTNRT_INLINE vi load_int(const int32_t* p) { return *reinterpret_cast<const vi_mem*>(p); }
+ATTNRT_INLINE void store_int(int32_t* p, vi x) { *reinterpret_cast<vi_mem*>(p) = x; }
 ATTNRT_INLINE vi bits_of(vf x) { return reinterpret_cast<vi>(x); }
 ATTNRT_INLINE vf float_of(vi x) { return reinterpret_cast<vf>(x); }
 
@@ -109,8 +111,8 @@ ATTNRT_INLINE float max_lane(vf x) {
   return at_least(x, flip<1>(x))[0];
 }
 
-// Sum of the lanes as a fixed tree of neighbours: ((0+1)+(2+3))+((4+5)+(6+7)). Sixteen lanes add their upper half to the
-// lower one first.
+// Sum of the lanes as a fixed tree of neighbours: ((0+1)+(2+3))+((4+5)+(6+7)). Sixteen lanes add their upper half to
+// the lower one first.
 ATTNRT_INLINE float sum_lanes(vf x) {
 #if ATTNRT_LANES == 16
   x = x + flip<8>(x);
@@ -123,8 +125,9 @@ ATTNRT_INLINE float sum_lanes(vf x) {
   return x[0];
 }
 
-// 2^x for x <= 0: degree 6 on [-1/2, 1/2] (minimax, relative error of the polynomial 2e-9), results below 2^-126 are 0, NaN
-// stays NaN. Adding 1.5 * 2^23 rounds x to a whole number n and leaves it in the low bits; n = -127 makes the factor 2^n zero.
+// 2^x for x <= 0: degree 6 on [-1/2, 1/2] (minimax, relative error of the polynomial 2e-9), results below 2^-126 are 0,
+// NaN stays NaN. Adding 1.5 * 2^23 rounds x to a whole number n and leaves it in the low bits; n = -127 makes the
+// factor 2^n zero.
 ATTNRT_INLINE vf exp2_nonpositive(vf x) {
   const vf magic = splat(12582912.0f);
   const vf y = at_least(x, splat(-127.0f));

@@ -7,7 +7,7 @@ struct Sight {
   bool partial;
 };
 
-ATTNRT_INLINE Sight sight_of(const Hooks &hooks, const Row &r, const Tile &tile) {
+ATTNRT_INLINE Sight sight_of(const Hooks& hooks, const Row& r, const Tile& tile) {
   Sight s{tile.begin, tile.end, tile.holes};
   const int64_t limit = r.limit - tile.first;
   if (limit < s.end) s.end = static_cast<int>(limit > 0 ? limit : 0);
@@ -25,11 +25,12 @@ ATTNRT_INLINE Sight sight_of(const Hooks &hooks, const Row &r, const Tile &tile)
 }
 
 // seen[j] = -1 or 0 for keys of the sight.
-static void fill_seen(const Hooks &hooks, const Row &r, Params p, const attnrt_part &part, const Tile &tile, const Sight &s,
-                      int32_t *seen) {
+static void fill_seen(const Hooks& hooks, const Row& r, Params p, const attnrt_part& part, const Tile& tile,
+                      const Sight& s, int32_t* seen) {
   for (int j = s.begin; j < s.end; ++j) seen[j] = tile.live[j];
   if (hooks.has_mask && !tile.linear)
-    for (int j = s.begin; j < s.end; ++j) seen[j] &= -static_cast<int32_t>((tile.pos[j] >= r.low) & (tile.pos[j] <= r.high));
+    for (int j = s.begin; j < s.end; ++j)
+      seen[j] &= -static_cast<int32_t>((tile.pos[j] >= r.low) & (tile.pos[j] <= r.high));
   if (hooks.mask) hooks.mask(p, r, tile, s.begin, s.end, seen);
   if (hooks.reads_index_mask) {
     const int64_t from = r.mask_from - tile.first;
@@ -42,7 +43,7 @@ static void fill_seen(const Hooks &hooks, const Row &r, Params p, const attnrt_p
 }
 
 // Largest of s[u0 : u1], or NaN if one is.
-static float max_or_nan(const float *s, int u0, int u1) {
+static float max_or_nan(const float* s, int u0, int u1) {
   float best = minus_infinity();
   for (int j = u0; j < u1; ++j) {
     if (s[j] != s[j]) return s[j];
@@ -51,11 +52,11 @@ static float max_or_nan(const float *s, int u0, int u1) {
   return best;
 }
 
-// Logits of one row, in place of its scores, over keys [u0, u1) (multiples of W around all rows' sights). Keys that the row does
-// not see get the hidden value: -inf, softmax-free -0.0. Returns the largest logit, -inf if no key is seen; softmax-free: 0 or
-// -inf.
-static float logits_of(const Hooks &hooks, const Row &r, Params p, const attnrt_part &part, const Tile &tile, const Sight &sight,
-                       int u0, int u1, int32_t *seen, float *s) {
+// Logits of one row, in place of its scores, over keys [u0, u1) (multiples of W around all rows' sights). Keys that the
+// row does not see get the hidden value: -inf, softmax-free -0.0. Returns the largest logit, -inf if no key is seen;
+// softmax-free: 0 or -inf.
+static float logits_of(const Hooks& hooks, const Row& r, Params p, const attnrt_part& part, const Tile& tile,
+                       const Sight& sight, int u0, int u1, int32_t* seen, float* s) {
   const vf hidden = splat(hooks.use_softmax ? minus_infinity() : -0.0f);
   if (sight.begin >= sight.end) {
     for (int j = u0; j < u1; j += W) store(s + j, hidden);
@@ -86,9 +87,9 @@ static float logits_of(const Hooks &hooks, const Row &r, Params p, const attnrt_
   return best > minus_infinity() ? best : max_or_nan(s, u0, u1);
 }
 
-// Weights 2^(t - m) of one row, in place of its logits t, and their sum; a logit of -inf gives -0.0, a key not seen. Sets
-// `uneven` if there is one.
-ATTNRT_INLINE float weights_of(float *s, int u0, int u1, float m, vi *uneven) {
+// Weights 2^(t - m) of one row, in place of its logits t, and their sum; a logit of -inf gives -0.0, a key not seen.
+// Sets `uneven` if there is one.
+ATTNRT_INLINE float weights_of(float* s, int u0, int u1, float m, vi* uneven) {
   const vf shift = splat(m), hidden = splat(minus_infinity()), minus_zero = splat(-0.0f);
   vf sum = splat(0.0f);
   vi none = *uneven;
@@ -104,11 +105,13 @@ ATTNRT_INLINE float weights_of(float *s, int u0, int u1, float m, vi *uneven) {
   return sum_lanes(sum);
 }
 
-// All rows [r0, r1) of a tile, whose scores over the hull [k0, k1) of their sights lie in s: weights, running maxima and sums
-// (ml), factors on acc (alpha). The rows' own arrays are `rows_of`, `sight` and `ml`, the scratch `fresh` [rows + W]. Returns
-// whether some row does not see some key of the hull. Three sweeps, so that short chains of operations overlap.
-static bool soften(const Hooks &hooks, const Row *rows_of, Params p, const attnrt_part &part, const Tile &tile, const Sight *sight,
-                   int r0, int r1, int k0, int k1, int64_t lds, int32_t *seen, float *s, float *ml, float *alpha, float *fresh) {
+// All rows [r0, r1) of a tile, whose scores over the hull [k0, k1) of their sights lie in s: weights, running maxima
+// and sums (ml), factors on acc (alpha). The rows' own arrays are `rows_of`, `sight` and `ml`, the scratch `fresh`
+// [rows + W]. Returns whether some row does not see some key of the hull. Three sweeps, so that short chains of
+// operations overlap.
+static bool soften(const Hooks& hooks, const Row* rows_of, Params p, const attnrt_part& part, const Tile& tile,
+                   const Sight* sight, int r0, int r1, int k0, int k1, int64_t lds, int32_t* seen, float* s, float* ml,
+                   float* alpha, float* fresh) {
   const int u0 = k0 / W * W, u1 = (k1 + W - 1) / W * W;
   bool uneven = false;
   for (int r = r0; r < r1; ++r) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // append(): rows of K or V into the pool, scaled and rounded on the way.
 
-static int store_rows(const attnrt_store *call) {
-  const attnrt_store &s = *call;
+static int store_rows(const attnrt_store* call) {
+  const attnrt_store& s = *call;
   const int padded = (s.head_dim + W - 1) / W * W;
   if (!scratch().reserve(sizeof(float) * static_cast<size_t>(padded))) return 1;
-  float *x = reinterpret_cast<float *>(scratch().memory);
+  float* x = reinterpret_cast<float*>(scratch().memory);
   const WidenRow widen = loops.widen[s.src_dtype];
   const int64_t num_slots = s.dst.num_pages * s.dst.page_size, size = element_size(s.dst_dtype);
   const bool copy = s.src_dtype == s.dst_dtype && !s.scale;
@@ -16,9 +16,9 @@ static int store_rows(const attnrt_store *call) {
     for (int head = 0; head < s.num_heads; ++head) {
       const int64_t from = row * s.src_stride_row + head * s.src_stride_head;
       const int64_t to = page * s.dst.stride_page + token * s.dst.stride_token + head * s.dst.stride_head;
-      char *out = static_cast<char *>(const_cast<void *>(s.dst.ptr)) + to * size;
+      char* out = static_cast<char*>(const_cast<void*>(s.dst.ptr)) + to * size;
       if (copy) {
-        __builtin_memcpy(out, static_cast<const char *>(s.src) + from * size, static_cast<size_t>(s.head_dim * size));
+        __builtin_memcpy(out, static_cast<const char*>(s.src) + from * size, static_cast<size_t>(s.head_dim * size));
         continue;
       }
       widen(s.src, from, s.head_dim, padded, x);
@@ -30,9 +30,9 @@ static int store_rows(const attnrt_store *call) {
 }
 
 // Copy whole pages, token by token and head by head: the pool may be a strided view.
-static int copy_pages(const attnrt_page_copy *call) {
-  const attnrt_page_copy &c = *call;
-  char *memory = static_cast<char *>(const_cast<void *>(c.pool.ptr));
+static int copy_pages(const attnrt_page_copy* call) {
+  const attnrt_page_copy& c = *call;
+  char* memory = static_cast<char*>(const_cast<void*>(c.pool.ptr));
   const size_t bytes = static_cast<size_t>(c.head_dim) * static_cast<size_t>(c.element_size);
   for (int64_t i = 0; i < c.num_pages; ++i)
     for (int64_t token = 0; token < c.pool.page_size; ++token)

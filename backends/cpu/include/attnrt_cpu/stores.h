@@ -31,8 +31,8 @@ ATTNRT_INLINE uint16_t to_f16(float x) {
   return static_cast<uint16_t>(sign | ((magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13));
 }
 
-// Nearest even, saturated at the largest finite number; NaN stays NaN, infinities saturate. `mantissa` bits, exponent `bias`,
-// `largest` the code of the largest finite number, `nan` the code of NaN.
+// Nearest even, saturated at the largest finite number; NaN stays NaN, infinities saturate. `mantissa` bits, exponent
+// `bias`, `largest` the code of the largest finite number, `nan` the code of NaN.
 ATTNRT_INLINE uint8_t to_fp8(float x, int mantissa, int bias, uint32_t largest, uint32_t nan) {
   const uint32_t b = float_to_bits(x), sign = (b >> 24) & 0x80u;
   const uint32_t magnitude = b & 0x7fffffffu;
@@ -40,7 +40,8 @@ ATTNRT_INLINE uint8_t to_fp8(float x, int mantissa, int bias, uint32_t largest, 
   const int drop = 23 - mantissa;
   uint32_t code;
   if (magnitude < static_cast<uint32_t>(128 - bias) << 23) {  // below the smallest normal number
-    const uint32_t half = static_cast<uint32_t>(127 + 1 - bias + drop) << 23;  // 2^(1 - bias - mantissa + 23): its ulp is the step
+    const uint32_t half = static_cast<uint32_t>(127 + 1 - bias + drop)
+                          << 23;  // 2^(1 - bias - mantissa + 23): its ulp is the step
     code = float_to_bits(bits_to_float(magnitude) + bits_to_float(half)) - half;
   } else {
     const uint32_t rounded = magnitude + (1u << (drop - 1)) - 1u + ((magnitude >> drop) & 1u);
@@ -49,13 +50,23 @@ ATTNRT_INLINE uint8_t to_fp8(float x, int mantissa, int bias, uint32_t largest, 
   return static_cast<uint8_t>(sign | (code > largest ? largest : code));
 }
 
-ATTNRT_INLINE void store_element(void *dst, int64_t i, int dtype, float x) {
+ATTNRT_INLINE void store_element(void* dst, int64_t i, int dtype, float x) {
   switch (dtype) {
-    case ATTNRT_F32: static_cast<float *>(dst)[i] = x; break;
-    case ATTNRT_F16: static_cast<uint16_t *>(dst)[i] = to_f16(x); break;
-    case ATTNRT_BF16: static_cast<uint16_t *>(dst)[i] = to_bf16(x); break;
-    case ATTNRT_E4M3: static_cast<uint8_t *>(dst)[i] = to_fp8(x, 3, 7, 0x7eu, 0x7fu); break;
-    default: static_cast<uint8_t *>(dst)[i] = to_fp8(x, 2, 15, 0x7bu, 0x7eu); break;
+    case ATTNRT_F32:
+      static_cast<float*>(dst)[i] = x;
+      break;
+    case ATTNRT_F16:
+      static_cast<uint16_t*>(dst)[i] = to_f16(x);
+      break;
+    case ATTNRT_BF16:
+      static_cast<uint16_t*>(dst)[i] = to_bf16(x);
+      break;
+    case ATTNRT_E4M3:
+      static_cast<uint8_t*>(dst)[i] = to_fp8(x, 3, 7, 0x7eu, 0x7fu);
+      break;
+    default:
+      static_cast<uint8_t*>(dst)[i] = to_fp8(x, 2, 15, 0x7bu, 0x7eu);
+      break;
   }
 }
 
