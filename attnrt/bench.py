@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from attnrt.errors import ArgumentError, AttnrtError
+from attnrt.errors import ArgumentError, AttnrtError, UnsupportedError
 
 __all__ = ["main", "measure"]
 
@@ -65,12 +65,25 @@ def measure(case: Any, backend: str, *, page_size: int = 16, repeats: int = 20) 
     }
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Numbers that argparse takes and a batch cannot have."""
+    least = {"batch": 1, "qo_len": 0, "kv_len": 0, "page_size": 1, "repeats": 1}
+    for name, low in least.items():
+        if getattr(args, name) < low:
+            raise ArgumentError(f"--{name.replace('_', '-')}", f"must be at least {low}", getattr(args, name))
+
+
 def _case(args: argparse.Namespace) -> Any:
     from attnrt import testing, variants
     from attnrt.spec import AttentionSpec
 
     if args.case:
-        return testing.load_case(args.case, variants.causal())
+        try:
+            return testing.load_case(args.case, variants.causal())
+        except (ValueError, KeyError) as error:
+            raise ArgumentError(
+                "--case", "must be a file that attnrt.testing.save_case wrote", args.case
+            ) from error
     spec = AttentionSpec(
         num_qo_heads=args.qo_heads,
         num_kv_heads=args.kv_heads,
@@ -83,21 +96,25 @@ def _case(args: argparse.Namespace) -> Any:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="attnrt bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="attnrt bench",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--case", metavar="FILE", help="a case written by attnrt.testing.save_case")
     parser.add_argument(
         "--backend", action="append", help="backends to time (default: every one of the CPU but reference)"
     )
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--qo-len", type=int, default=1)
-    parser.add_argument("--kv-len", type=int, default=512)
-    parser.add_argument("--qo-heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=4, help="requests")
+    parser.add_argument("--qo-len", type=int, default=1, help="queries of each request")
+    parser.add_argument("--kv-len", type=int, default=512, help="keys of each request")
+    parser.add_argument("--qo-heads", type=int, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=8, help="KV heads")
+    parser.add_argument("--head-dim", type=int, default=128, help="numbers per head")
     parser.add_argument("--dtype", default="float32", help="dtype of q and out")
     parser.add_argument("--kv-dtype", default=None, help="dtype of the cache (default: q's)")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--page-size", type=int, default=16, help="tokens per KV page")
+    parser.add_argument("--repeats", type=int, default=20, help="timed runs")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     return parser
 
@@ -108,10 +125,16 @@ def main(argv: list[str] | None = None) -> int:
 
     args = _parser().parse_args(argv)
     try:
+        _check(args)
         case = _case(args)
-        able = [
-            name for name, why in status(case.spec, device="cpu").items() if not why and name != "reference"
-        ]
+        reasons = status(case.spec, device="cpu")
+        able = [name for name, why in reasons.items() if not why and name != "reference"]
+        if not (args.backend or able):
+            raise UnsupportedError(
+                "the batch",
+                "must suit a backend of the CPU",
+                reasons={name: why for name, why in reasons.items() if why},
+            )
         rows = [
             measure(case, name, page_size=args.page_size, repeats=args.repeats)
             for name in args.backend or able
@@ -125,6 +148,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps(rows))
     else:
+        spec = case.spec
+        print(
+            f"{len(case.q)} requests, {int(case.qo_lens.sum())} queries over {int(case.kv_lens.sum())} keys, "
+            f"heads {spec.num_qo_heads}/{spec.num_kv_heads}, head_dim {spec.head_dim}, {spec.q_dtype}, KV {spec.kv_dtype}"
+        )
         print(f"{'backend':<12}{'plan us':>10}{'run us':>12}{'KV GB/s':>10}{'error/bound':>13}")
         for row in rows:
             print("{backend:<12}{plan_us:>10}{run_us:>12}{kv_gb_per_s:>10}{worst:>13}".format(**row))

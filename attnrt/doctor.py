@@ -36,7 +36,7 @@ def examine() -> list[Finding]:
 
     machine = f"attnrt {attnrt.__version__}, Python {platform.python_version()}, NumPy {np.__version__}, {platform.machine()}"
     found = [Finding(name="machine", state="ok", text=machine), _cache()]
-    found += [*_backends(), *_cuda(), _run(), *_frameworks()]
+    found += [*_backends(), _compiler(), *_cuda(), _run(), *_frameworks()]
     return found
 
 
@@ -63,6 +63,18 @@ def _backends() -> list[Finding]:
                 Finding(name=f"backend {name}", state=state, text="; ".join(why) or f"runs on {kind}")
             )
     return found
+
+
+def _compiler() -> Finding:
+    """The C++ compiler: variants that are not built with the package need one when they are first used."""
+    from attnrt.backends.cpu.jit import COMPILERS, find_compiler
+
+    found = find_compiler(config().cxx)
+    if found is not None:
+        return Finding(name="C++ compiler", state="ok", text=f"{found} compiles variants for the backend cpu")
+    tried = config().cxx or ", ".join(COMPILERS)
+    text = f"none found (tried {tried}); variants beyond causal, window and soft-cap need one: install g++ or set ATTNRT_CXX"
+    return Finding(name="C++ compiler", state="missing", text=text)
 
 
 def _cuda() -> list[Finding]:
@@ -105,7 +117,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="attnrt doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     args = parser.parse_args(argv)
-    found = examine()
+    try:
+        found = examine()
+    except AttnrtError as error:  # a setting in the environment that cannot be understood
+        found = [Finding(name="settings", state="broken", text=str(error).splitlines()[0])]
     if args.json:
         rows: list[dict[str, Any]] = [asdict(item) for item in found]
         print(json.dumps(rows))

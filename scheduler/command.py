@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         report = _run(args)
-    except AttnrtError as error:
+    except (AttnrtError, OSError) as error:
         print(f"attnrt plan: {error}", file=sys.stderr)
         return 2
     if args.json:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnrt.errors import LimitError
+from attnrt.errors import LimitError, UnsupportedError
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Call, Loaded, PagedView, PartViews
@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 MAX_PARTS = 16
+#: Slots are 31-bit numbers in kernels (their offsets in elements are 64-bit).
+MAX_SLOTS = (1 << 31) - 1
 MAX_CLASSES = 4
 MAX_STEPS = 4
 
@@ -207,6 +209,10 @@ def paged(view: PagedView, itemsize: int) -> tuple[int, ...]:
     """PagedKv of a cache of elements of ``itemsize`` bytes, as the numbers of a struct."""
     vectors = view.ptr % 16 == 0 and aligned(view, itemsize)
     strides = (view.stride_page, view.stride_token, view.stride_head)
+    if view.num_pages * view.page_size > MAX_SLOTS:
+        raise UnsupportedError(
+            "kv", f"must have at most {MAX_SLOTS} slots on a GPU", view.num_pages * view.page_size
+        )
     return (view.ptr, *strides, view.num_pages * view.page_size, *fast_div(view.page_size), vectors)
 
 

@@ -85,6 +85,37 @@ def test_bench_names_what_is_wrong(capsys):
     assert "head_dim" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--page-size", "0"],
+        ["--repeats", "0"],
+        ["--batch", "-1"],
+        ["--kv-len", "-5"],
+        ["--case", "README.md"],
+        ["--dtype", "int8"],
+    ],
+)
+def test_bench_refuses_what_no_batch_has(wrong, capsys):
+    assert bench.main(wrong) == 2
+    assert "attnrt bench: " in capsys.readouterr().err
+
+
+def test_doctor_reports_a_bad_setting(monkeypatch, capsys):
+    def refuse():
+        raise at.ArgumentError("ATTNRT_LOG", "must be one of ...", "loud")
+
+    monkeypatch.setattr(doctor, "examine", refuse)
+    assert doctor.main([]) == 1
+    assert "broken" in capsys.readouterr().out
+
+
+def test_plan_names_a_place_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text("100\n200\n")
+    assert cli.main(["plan", str(tmp_path / "lengths.txt"), "--trace", "/nonexistent/a.json"]) == 2
+    assert "/nonexistent" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
