@@ -7,13 +7,14 @@ and kept, so that the runs of a model's layers, which differ in addresses only, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.base import PagedView
 from attnrt.device import Device
 from attnrt.dtypes import Dtype, as_dtype
 from attnrt.errors import ArgumentError, AttnrtError, DtypeError, PlanError
+from attnrt.overlap import Extent, check_apart, check_own
 from attnrt.reading import compact_strides
 from attnrt.tensor import TensorView, native, view
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from attnrt.spec import AttentionSpec
 
 __all__ = ["Form", "Needs", "Pool", "Rules", "as_view", "read_form", "slow_signature", "split_kv"]
+
+
+#: Forms, calls and addresses that are remembered; past it all are forgotten (arrays of ever new shapes or addresses).
+REMEMBER = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,14 +108,16 @@ class Pool:
 @dataclass(slots=True, eq=False)
 class Form:
     """A checked combination of arrays. ``q``, ``out`` and ``lse`` are views whose addresses are those of the first run of this
-    form; ``epoch`` is the load for which it was last compared with the plan."""
+    form; ``epoch`` is the load for which it was last compared with the plan, ``apart`` the addresses found not to overlap."""
 
     q: TensorView
     k: Pool
     v: Pool
     out: TensorView | None
     lse: TensorView | None
+    extents: tuple[Extent | None, ...] = ()
     epoch: int = -1
+    apart: set[tuple[int, ...]] = field(default_factory=set)
 
     def result(self, ptr: int, given: TensorView | None, inner: tuple[int, ...], dtype: Dtype) -> TensorView:
         """out or lse at an address: in the given array's shape, or [rows, *inner] newly made."""
@@ -120,6 +127,14 @@ class Form:
         return native.make(
             *(ptr, shape, compact_strides(shape), dtype, self.q.device, None, self.q.framework, False, False)
         )
+
+    def check_apart(self, addresses: tuple[int, ...]) -> None:
+        """Raise if results overlap what a run reads; each set of addresses is looked at once."""
+        if addresses not in self.apart:
+            check_apart(self.extents, addresses)
+            if len(self.apart) >= REMEMBER:
+                self.apart.clear()
+            self.apart.add(addresses)
 
     def check(self, needs: Needs) -> None:
         """Compare with the loaded plan."""
@@ -199,11 +214,13 @@ def read_form(rules: Rules, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Form:
     spec, device = rules.spec, rules.device
     q_view = as_view(q, "q", rules.q_dtype, device)
     check_rows(q_view, "q", spec.num_qo_heads, spec.head_dim)
-    k_pool = read_pool(spec, as_view(k, "k", rules.kv_dtype, device), "k", spec.head_dim)
+    k_view, v_view = as_view(k, "k", rules.kv_dtype, device), None
+    k_pool = read_pool(spec, k_view, "k", spec.head_dim)
     if v is None:
         v_pool = k_pool
     else:
-        v_pool = read_pool(spec, as_view(v, "v", rules.kv_dtype, device), "v", spec.head_dim_vo)
+        v_view = as_view(v, "v", rules.kv_dtype, device)
+        v_pool = read_pool(spec, v_view, "v", spec.head_dim_vo)
         if (v_pool.num_pages, v_pool.page_size) != (k_pool.num_pages, k_pool.page_size):
             raise ArgumentError(
                 "v",
@@ -223,7 +240,10 @@ def read_form(rules: Rules, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Form:
     bare = [
         None if x is None else at(x, x.ptr, None) for x in (out_view, lse_view)
     ]  # a form keeps nobody's memory
-    return Form(q=at(q_view, q_view.ptr, None), k=k_pool, v=v_pool, out=bare[0], lse=bare[1])
+    arrays = (q_view, k_view, v_view, out_view, lse_view)
+    extents = tuple(None if x is None else Extent.of(x) for x in arrays)
+    q_bare = at(q_view, q_view.ptr, None)
+    return Form(q=q_bare, k=k_pool, v=v_pool, out=bare[0], lse=bare[1], extents=extents)
 
 
 def check_rows(view: TensorView, label: str, heads: int, dim: int) -> None:
@@ -253,6 +273,7 @@ def check_result(view: TensorView, label: str) -> None:
         )
     if any(s == 0 and n > 1 for s, n in zip(view.strides, view.shape, strict=True)):
         raise ArgumentError(label, "must not name one element twice (stride 0)", list(view.strides))
+    check_own(view, label)
 
 
 def read_pool(spec: AttentionSpec, view: TensorView, label: str, dim: int) -> Pool:

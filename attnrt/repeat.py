@@ -96,6 +96,8 @@ def run_again(
     elif sm_scale - sm_scale != 0.0:  # not finite
         return NOT_YET
     handle = quick.current() if stream is None else stream_handle(stream)
+    if (out is not None or lse is not None) and addresses not in quick.form.apart:
+        quick.form.check_apart(addresses)
     if out is None:
         if runtime.ops.capturing(handle):
             return NOT_YET

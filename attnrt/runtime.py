@@ -20,7 +20,7 @@ from attnrt.dispatch import features_of_plan, require, with_mask
 from attnrt.errors import ArgumentError, CaptureError, PlanError, UnsupportedError
 from attnrt.formats.base import Features
 from attnrt.loading import Uploads
-from attnrt.operands import Form, Needs, Rules, at, read_form, slow_signature, split_kv
+from attnrt.operands import REMEMBER, Form, Needs, Rules, at, read_form, slow_signature, split_kv
 from attnrt.repeat import NOT_YET, Quick, remember, run_again
 from attnrt.results import empty_like_caller, to_caller
 from attnrt.tensor import TensorView, signature, view
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from attnrt.workspace import Tenant, Workspace
 
 __all__ = ["Runtime"]
-
-#: Forms and calls that are remembered; past it all are forgotten (arrays of ever new shapes or addresses).
-REMEMBER = 512
 
 
 class Runtime:
@@ -252,6 +249,8 @@ class Runtime:
         key = (form, ptrs[0], ptrs[1], ptrs[2], out_ptr, lse_ptr, want_lse, scale, handle, table)
         call = self._calls.get(key)
         if call is None:
+            if form.out is not None or form.lse is not None:
+                form.check_apart(ptrs)
             call = self._new_call(
                 form, (*ptrs[:3], out_ptr, lse_ptr if want_lse else None), table, scale, handle
             )
