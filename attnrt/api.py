@@ -12,6 +12,7 @@ from attnrt.errors import ArgumentError
 from attnrt.formats.base import BlockSparse, Composite, Features
 from attnrt.runtime import Runtime
 from attnrt.scheduler import make_plan
+from attnrt.scheduler.assign import find
 from attnrt.spec import DETERMINISM, AttentionSpec
 from attnrt.tensor import TensorView
 from attnrt.workspace import Limits, Workspace
@@ -83,6 +84,7 @@ class Attention:
             raise ArgumentError("device", f"must be the workspace's, {workspace.device}", str(where))
         self.spec = spec
         self.scheduler = scheduler
+        find(scheduler)  # says now what is wrong with it
         self.workspace = workspace
         self._runtime = Runtime(spec, chosen, where, workspace, deterministic)
         for features in COMMON:

@@ -10,12 +10,19 @@ import numpy as np
 
 from attnrt.device import CPU, Device
 from attnrt.errors import ArgumentError, CaptureError, DtypeError
+from attnrt.scheduler.base import Plan
 from attnrt.tensor import TensorView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["check_capture", "param_of", "placer", "scale_of"]
+__all__ = ["check_capture", "check_is_plan", "param_of", "placer", "scale_of"]
+
+
+def check_is_plan(plan: Any) -> None:
+    """Whether it is a Plan at all."""
+    if not isinstance(plan, Plan):
+        raise DtypeError("plan", "must be a Plan", type(plan).__name__, "attn.plan(index) makes one")
 
 
 def scale_of(value: Any) -> float:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar, overload
 
-from attnrt.errors import ArgumentError
+from attnrt.errors import ArgumentError, DtypeError
 
 __all__ = ["Registry"]
 
@@ -27,10 +27,13 @@ class Registry(Generic[T]):
         What the entries are, for messages ("scheduler").
     group : str, optional
         Entry point group ("attnrt.schedulers").
+    functions : bool
+        Entries registered by a call must be callable, and their names identifiers.
     """
 
-    def __init__(self, kind: str, group: str | None = None) -> None:
+    def __init__(self, kind: str, group: str | None = None, *, functions: bool = False) -> None:
         self.kind = kind
+        self.functions = functions
         self.group = group
         self._entries: dict[str, T] = {}
         self._points: dict[str, importlib.metadata.EntryPoint] | None = None
@@ -47,12 +50,14 @@ class Registry(Generic[T]):
         Raises
         ------
         ArgumentError
-            The name is empty or taken by another entry.
+            The name is empty, taken by another entry or, of a function, no identifier.
+        DtypeError
+            The entry must be callable and is not.
         """
+        self.check_name(name)
         if entry is None:
             return lambda decorated: self.register(name, decorated)
-        if not isinstance(name, str) or not name:
-            raise ArgumentError("name", "must be a non-empty string", repr(name))
+        self.check_entry(entry)
         with self._lock:
             if self._entries.get(name, entry) is not entry or name in (self._points or ()):
                 raise ArgumentError(
@@ -60,6 +65,18 @@ class Registry(Generic[T]):
                 )
             self._entries[name] = entry
         return entry
+
+    def check_name(self, name: object) -> None:
+        """Raise unless an entry could have this name."""
+        if not isinstance(name, str) or not name:
+            raise ArgumentError("name", "must be a non-empty string", repr(name))
+        if self.functions and not name.isidentifier():
+            raise ArgumentError("name", "must be an identifier", repr(name), f"It names a {self.kind}")
+
+    def check_entry(self, entry: object) -> None:
+        """Raise unless this could be an entry."""
+        if self.functions and not callable(entry):
+            raise DtypeError(self.kind, "must be callable", type(entry).__name__)
 
     def get(self, name: str, label: str = "") -> T:
         """The entry of a name.

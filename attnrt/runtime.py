@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnrt.arguments import check_capture, param_of, placer, scale_of
+from attnrt.arguments import check_capture, check_is_plan, param_of, placer, scale_of
 from attnrt.backends.base import Call
 from attnrt.checks import flag
 from attnrt.device import Device
@@ -122,6 +122,7 @@ class Runtime:
     def load(self, plan: Plan, stream: Any, own: bool = False) -> None:
         """Load a plan; see Attention.load. ``own``: this attention has just made it."""
         if not own:
+            check_is_plan(plan)
             self.check_plan(plan)
         handle = self.ops.stream(stream)
         kernel = self.compile(features_of_plan(plan))
@@ -220,6 +221,8 @@ class Runtime:
         spec = self.spec
         loaded = self.tenant.loaded
         if loaded is None or (plan is not None and loaded.plan is not plan):
+            if plan is not None:
+                check_is_plan(plan)
             raise _not_loaded(plan)
         want_lse = return_lse or lse is not None
         if want_lse and not spec.variant.use_softmax:

@@ -7,12 +7,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnrt.errors import ArgumentError
+from attnrt.errors import ArgumentError, DtypeError
 
 if TYPE_CHECKING:
     from attnrt.variants import Composed
 
 KV_LAYOUTS = ("NHD", "HND")
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
 DETERMINISM = ("batch", "token", "run")
 
 
@@ -53,6 +55,7 @@ class AttentionSpec:
     shared_kv: bool = False
 
     def __post_init__(self) -> None:
+        from attnrt.checks import flag
         from attnrt.dtypes import as_dtype
         from attnrt.variants import Composed, compose
 
@@ -72,12 +75,14 @@ class AttentionSpec:
                 f"{self.num_qo_heads} and {self.num_kv_heads}",
                 "Every KV head serves the same number of query heads.",
             )
+        put("shared_kv", flag(self.shared_kv, "shared_kv"))
         put("q_dtype", as_dtype(self.q_dtype, "q_dtype").name)
         put("kv_dtype", self.q_dtype if self.kv_dtype is None else as_dtype(self.kv_dtype, "kv_dtype").name)
         put(
             "out_dtype",
             self.q_dtype if self.out_dtype is None else as_dtype(self.out_dtype, "out_dtype").name,
         )
+        _check_dtypes(self)
         if not isinstance(self.variant, Composed):  # dataclasses.replace hands the composed one over
             put("variant", compose(self.variant))
         _check_pairs(self.variant, self.head_dim, self.head_dim_vo)
@@ -106,6 +111,17 @@ class AttentionSpec:
     def composed(self) -> Composed:
         """The variants as one composed value."""
         return self.variant
+
+
+def _check_dtypes(spec: AttentionSpec) -> None:
+    for name, taken in (
+        ("q_dtype", FLOATS),
+        ("kv_dtype", (*FLOATS, *FP8)),
+        ("out_dtype", FLOATS),
+    ):
+        found = getattr(spec, name)
+        if found not in taken:
+            raise DtypeError(name, f"must be {' or '.join(taken)}", found)
 
 
 def _check_pairs(variant: Composed, head_dim: int, head_dim_vo: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from attnrt import layout as lay
 from attnrt.backends.base import Loaded
 from attnrt.device import Device
-from attnrt.errors import ArgumentError, CaptureError, LimitError
+from attnrt.errors import ArgumentError, CaptureError, DtypeError, LimitError
 from attnrt.formats.base import Features
 from attnrt.layout import CellLayout, Limits
 from attnrt.loading import GROWTH, Area, Resident, Staging, bound_views, flat, make_resident, rows, write_all
@@ -364,12 +364,15 @@ def _tenants(
 ) -> tuple[Device, list[Tenant]]:
     """Seats with their layouts; allocates nothing."""
     from attnrt.dispatch import resolve
+    from attnrt.spec import AttentionSpec
 
-    if not isinstance(specs, Sequence) or not specs:
+    if isinstance(specs, str) or not isinstance(specs, Sequence) or not specs:
         raise ArgumentError("specs", "must be a list of at least one AttentionSpec", type(specs).__name__)
     found: list[Tenant] = []
     where: Any = device
     for spec in specs:
+        if not isinstance(spec, AttentionSpec):
+            raise DtypeError("specs", "must hold AttentionSpec values only", type(spec).__name__)
         chosen, where = resolve(spec, Features(), where, backend)
         traits = chosen.traits(spec, Features(), where)
         header = int(getattr(chosen, "header_nbytes", 0))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["AUTO", "get", "names", "registry", "status", "why_not"]
 
 #: Entries are functions without arguments that return the Backend; an entry point may name one too.
-registry: Registry[Callable[[], Any]] = Registry("backend", "attnrt.backends")
+registry: Registry[Callable[[], Any]] = Registry("backend", "attnrt.backends", functions=True)
 
 #: Order in which backend="auto" asks, by kind of device; names from elsewhere follow. Never "reference".
 AUTO: dict[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("nvrtc", "nvcc")}

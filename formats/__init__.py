@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 #: Builders by name: ours, registered ones, and those of entry points.
-registry: Registry[Callable[..., Index]] = Registry("index builder", "attnrt.formats")
+registry: Registry[Callable[..., Index]] = Registry("index builder", "attnrt.formats", functions=True)
 
 for _builder in (
     *(ragged, paged, block_table, bsr, token_sparse, pages_per_head, radix),
@@ -74,7 +74,10 @@ for _builder in (
 def register(name: str) -> Callable[[Callable[..., Index]], Callable[..., Index]]:
     """Decorator that names a builder; what it returns is checked once, cheaply (``index.check()``), at every call."""
 
+    registry.check_name(name)
+
     def add(builder: Callable[..., Index]) -> Callable[..., Index]:
+        registry.check_entry(builder)
         checked = _checked(name, builder)
         registry.register(name, checked)
         return checked

@@ -109,7 +109,7 @@ def host_ints(name: str, x: Any, *, length: int | None = None, of: str = "", ndi
 
 
 def bound_array(
-    name: str, x: Any, *, dtype: str = "int32", at_least: int = 0, exactly: int | None = None
+    name: str, x: Any, *, dtype: str = "int32", at_least: int = 0, exactly: int | None = None, of: str = ""
 ) -> Any:
     """A device array, kept as it is after a look at dtype, rank, length and contiguity."""
     view = TensorView(x)
@@ -121,7 +121,11 @@ def bound_array(
     if not view.is_compact:
         raise ArgumentError(name, "must be contiguous on a device", f"strides {list(view.strides)}")
     if exactly is not None and view.shape[0] != exactly:
-        raise ArgumentError(name, f"must have {exactly} entries", view.shape[0])
+        raise ArgumentError(
+            name,
+            f"must have {exactly} entries ({of})" if of else f"must have {exactly} entries",
+            view.shape[0],
+        )
     if view.shape[0] < at_least:
         raise ArgumentError(name, f"must have at least {at_least} entries", view.shape[0])
     return x

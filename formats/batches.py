@@ -11,7 +11,7 @@ import numpy as np
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.access import need_host_indices, ranges
 from attnrt.formats.arrays import frozen, host_ints, indptr_of
-from attnrt.formats.base import BlockSparse, Index, Requests
+from attnrt.formats.base import BlockSparse, Composite, Index, Requests
 from attnrt.formats.composite import composite, features_of
 
 __all__ = ["concat", "take"]
@@ -25,6 +25,9 @@ def concat(*indexes: Index) -> Index:
     """
     if not indexes:
         raise ArgumentError("indexes", "must not be empty")
+    for index in indexes:
+        if not isinstance(index, (BlockSparse, Composite)):
+            raise ArgumentError("indexes", "must come from attnrt.formats", type(index).__name__)
     if len(indexes) == 1:
         return indexes[0]
     for index in indexes:

@@ -89,7 +89,9 @@ def paged(
             return _from_native(size, len(kv_lens), *read)
     indptr = host_ints("kv_indptr", kv_indptr)
     pages, most = lens_of("kv_indptr", indptr)
-    lens, longest, bound = read_kv_lens(kv_lens, max_kv_lens, len(pages))
+    lens, longest, bound = read_kv_lens(
+        kv_lens, max_kv_lens, len(pages), f"requests, as kv_indptr has {len(indptr)} entries"
+    )
     _check_room(lens, pages, most, size, "kv_lens" if bound is None else "max_kv_lens")
     requests, queries = read_queries(qo_indptr, lens, bound, qo_pos, longest)
     total = indptr.item(-1)
@@ -133,7 +135,7 @@ def block_table(
     else:
         grid = checks.host_ints(table, "table", ndim=2)  # not copied: the pages in use are picked out below
         rows, width = grid.shape
-    lens, longest, bound = read_kv_lens(kv_lens, max_kv_lens, rows)
+    lens, longest, bound = read_kv_lens(kv_lens, max_kv_lens, rows, f"requests, as table has {rows} rows")
     if longest > width * size:
         name = "kv_lens" if bound is None else "max_kv_lens"
         raise ArgumentError(

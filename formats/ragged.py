@@ -61,7 +61,9 @@ def ragged(
         if max_kv_lens is not None:
             raise ArgumentError("max_kv_lens", "must be left out when kv_lens is", "max_kv_lens")
     else:
-        lens, longest, bound = read_kv_lens(kv_lens, max_kv_lens, count)
+        lens, longest, bound = read_kv_lens(
+            kv_lens, max_kv_lens, count, f"requests, as kv_indptr has {len(starts)} entries"
+        )
         if (lens > room).any():
             r = int(np.argmax(lens > room))
             name = "max_kv_lens" if is_device(kv_lens) else "kv_lens"

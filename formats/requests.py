@@ -27,8 +27,13 @@ class Queries:
         self.longest = longest
 
 
-def read_kv_lens(kv_lens: Any, max_kv_lens: Any, count: int) -> tuple[np.ndarray, int, Any]:
-    """Host lengths (upper bounds when bound), the longest of them, and the bound array or None."""
+def read_kv_lens(
+    kv_lens: Any, max_kv_lens: Any, count: int, of: str = "requests"
+) -> tuple[np.ndarray, int, Any]:
+    """Host lengths (upper bounds when bound), the longest of them, and the bound array or None.
+
+    ``of`` says what there are ``count`` of, and which array says so.
+    """
     bound = None
     name, values = "kv_lens", kv_lens
     if is_device(kv_lens):
@@ -39,11 +44,11 @@ def read_kv_lens(kv_lens: Any, max_kv_lens: Any, count: int) -> tuple[np.ndarray
                 None,
                 "plan() needs host upper bounds of the lengths that each run reads.",
             )
-        bound = bound_array("kv_lens", kv_lens, exactly=count)
+        bound = bound_array("kv_lens", kv_lens, exactly=count, of=of)
         name, values = "max_kv_lens", max_kv_lens
     elif max_kv_lens is not None:
         raise ArgumentError("max_kv_lens", "must be left out when kv_lens is a host array", "both")
-    lens = host_ints(name, values, length=count, of="requests")
+    lens = host_ints(name, values, length=count, of=of)
     return lens, max(largest(name, lens), 0), bound
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from attnrt.errors import ArgumentError, DtypeError, UnsupportedError
 from attnrt.formats.access import need_host_indices, tokens
 from attnrt.formats.arrays import bound_array, frozen, host_ints, indptr_of, iota, is_device, zeros
-from attnrt.formats.base import BlockSparse, Index
+from attnrt.formats.base import BlockSparse, Composite, Index
 from attnrt.formats.composite import composite
 
 __all__ = ["mask_offsets", "tree"]
@@ -59,6 +59,8 @@ def tree(
     Index
         With parents, a Composite: the index's parts, the last one cut off before the drafts, then the drafts with C = 1.
     """
+    if not isinstance(index, (BlockSparse, Composite)):
+        raise ArgumentError("index", "must come from attnrt.formats", type(index).__name__)
     own = index.parts[-1]
     if own.heads != 1 or own.num_rows != len(own.requests) or own.qo_index is not None:
         raise UnsupportedError("index", "must have one block row per request in its last part, for all heads")

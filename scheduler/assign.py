@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from attnrt.errors import ArgumentError, PlanError
+from attnrt.errors import ArgumentError, DtypeError, PlanError
 from attnrt.registry import Registry
 
 __all__ = [
@@ -99,9 +99,15 @@ def find(scheduler: Any) -> Any:
     ------
     ArgumentError
         Unknown name, or an object without ``assign``.
+    DtypeError
+        A class in place of an object.
     """
+    if isinstance(scheduler, type):
+        raise DtypeError(
+            "scheduler", "must be an object, not a class", scheduler.__name__, "Give an instance"
+        )
     found = SCHEDULERS.get(scheduler, "scheduler") if isinstance(scheduler, str) else scheduler
-    if isinstance(found, type):
+    if isinstance(found, type):  # an entry point may name a class
         found = found()
     if not callable(getattr(found, "assign", None)):
         raise ArgumentError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnrt.dtypes import as_dtype
+from attnrt.errors import ArgumentError
 
 if TYPE_CHECKING:
     from attnrt.formats.base import Index
@@ -91,6 +92,9 @@ def make_case(
     spec: AttentionSpec, qo_lens: Any, kv_lens: Any, *, seed: int = 0, scale: float = 1.0, **params: Any
 ) -> Case:
     """Normal random numbers in the spec's dtypes, drawn request by request."""
+    qo_lens, kv_lens = list(qo_lens), list(kv_lens)
+    if len(qo_lens) != len(kv_lens):
+        raise ArgumentError("kv_lens", f"must have qo_lens's {len(qo_lens)} entries", len(kv_lens))
     rng = np.random.default_rng(seed)
 
     def draw(count: int, heads: int, dim: int, dtype: str) -> np.ndarray:

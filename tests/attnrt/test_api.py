@@ -241,10 +241,10 @@ def test_a_registered_backend_is_found():
     class Mine(Backend):
         name = "mine"
 
-    at.backends.register("mine-of-the-test", Mine)
-    assert at.backends.status()["mine-of-the-test"][0] == "is only a test"
+    at.backends.register("mine_of_the_test", Mine)
+    assert at.backends.status()["mine_of_the_test"][0] == "is only a test"
     with pytest.raises(at.UnsupportedError, match="is only a test"):
-        at.Attention(spec_of(), backend="mine-of-the-test")
+        at.Attention(spec_of(), backend="mine_of_the_test")
 
 
 @pytest.mark.parametrize(
@@ -324,3 +324,18 @@ def test_custom_scheduler_changes_no_bit(backend):
     other = at.Attention(attn.spec, backend=backend, scheduler=Backwards())
     other.plan(batch.index)
     assert other.run(batch.q, batch.kv).tobytes() == want.tobytes()
+
+
+def test_a_bad_scheduler_is_refused_at_once(backend):
+    class Mine:
+        def assign(self, costs, num_workers):
+            return np.arange(len(costs)), np.zeros(num_workers + 1, np.int32)
+
+    with pytest.raises(at.DtypeError, match="scheduler must be an object, not a class; got Mine"):
+        at.Attention(spec_of(), backend=backend, scheduler=Mine)
+    for bad, match in (
+        ("fastest", "scheduler must be a known name"),
+        (3, "scheduler must be a name or an object"),
+    ):
+        with pytest.raises(at.ArgumentError, match=match):
+            at.Attention(spec_of(), backend=backend, scheduler=bad)

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from attnrt.errors import ArgumentError
+from attnrt.errors import ArgumentError, DtypeError
 from attnrt.registry import Registry
 
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
@@ -88,3 +88,21 @@ def test_an_entry_point_cannot_take_a_built_in_name(plug_in):
     assert registry.get("lpt") is len
     with pytest.raises(ArgumentError, match="'lpt' by math:sqrt and attnrt"):
         registry.names()
+
+
+@pytest.mark.parametrize("name", ["two words", "a-b", "1st", "a.b"])
+def test_names_of_functions_are_identifiers(name):
+    registry = Registry("backend", functions=True)
+    for register in (lambda: registry.register(name, len), lambda: registry.register(name)):
+        with pytest.raises(ArgumentError, match=f"name must be an identifier; got '{name}'"):
+            register()
+    assert registry.names() == ()
+
+
+@pytest.mark.parametrize("entry", [3, "x", {}])
+def test_functions_are_callable(entry):
+    registry = Registry("backend", functions=True)
+    with pytest.raises(DtypeError, match="backend must be callable; got"):
+        registry.register("mine", entry)
+    assert registry.names() == ()
+    assert Registry("scheduler").register("mine-too", entry) is entry  # objects are not functions

@@ -348,3 +348,16 @@ def test_one_address_in_other_shapes(backend):
         q[...] = batch.q
         out, lse = attn.run(q, batch.kv, return_lse=True)
         testing.check(plan, q, batch.kv, out, lse)
+
+
+@pytest.mark.parametrize("plan", ["x", 3, [0, 1], at.make_plan])
+def test_what_is_no_plan(planned, plan):
+    attn, batch = planned
+    want = attn.run(batch.q, batch.kv)
+    for call in (lambda: attn.load(plan), lambda: attn.run(batch.q, batch.kv, plan=plan)):
+        with pytest.raises(at.DtypeError, match=r"^plan must be a Plan; got .*attn\.plan\(index\)") as caught:
+            call()
+        assert caught.value.label == "plan"
+    with pytest.raises(at.DtypeError, match="plan must be a Plan; got NoneType"):
+        attn.load(None)
+    assert attn.run(batch.q, batch.kv).tobytes() == want.tobytes()

@@ -39,3 +39,31 @@ def test_fills_in():
     assert (spec.head_dim_vo, spec.kv_dtype, spec.out_dtype) == (64, "float16", "float16")
     assert spec.sm_scale == 1 / 8 and spec.group == 4
     assert hash(spec) == hash(at.AttentionSpec(**PLAIN, q_dtype="float16"))
+
+
+@pytest.mark.parametrize(
+    ("label", "changes"),
+    [
+        ("shared_kv", {"shared_kv": "yes", "sm_scale": 1.0}),
+        ("shared_kv", {"shared_kv": 1, "sm_scale": 1.0}),
+        ("q_dtype", {"q_dtype": "int32"}),
+        ("q_dtype", {"q_dtype": np.uint16}),
+        ("q_dtype", {"q_dtype": bool}),
+        ("q_dtype", {"q_dtype": "float8_e4m3fn"}),
+        ("kv_dtype", {"kv_dtype": "int8"}),
+        ("out_dtype", {"out_dtype": "int32"}),
+        ("out_dtype", {"out_dtype": "float8_e4m3fn"}),
+    ],
+)
+def test_refuses_types(label, changes):
+    with pytest.raises(at.DtypeError, match=f"^{label} must be") as caught:
+        at.AttentionSpec(**{**PLAIN, **changes})
+    assert caught.value.label == label
+
+
+def test_takes_every_float():
+    for q in ("float64", "float32", "float16", "bfloat16"):
+        for kv in (q, "float8_e4m3fn", "float8_e5m2"):
+            spec = at.AttentionSpec(**PLAIN, q_dtype=q, kv_dtype=kv, out_dtype="float32")
+            assert (spec.q_dtype, spec.kv_dtype, spec.out_dtype) == (q, kv, "float32")
+    assert at.AttentionSpec(**PLAIN, shared_kv=np.bool_(True), sm_scale=1.0).shared_kv is True

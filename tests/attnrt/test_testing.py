@@ -185,3 +185,11 @@ def test_layouts_hold_the_same_keys(form, kv_layout):
     k, values = batch.index.gather(batch.kv, 2, 1, kv_layout=kv_layout) if form != "x" else (None, None)
     assert k.tobytes() == case.k[1][:, 1].tobytes() and values.tobytes() == case.v[1][:, 1].tobytes()
     assert np.isnan(batch.kv[0]).any(), "nothing is poisoned"
+
+
+@pytest.mark.parametrize(("qo", "kv"), [([1, 2], [3]), ([], [3]), (np.ones(2, int), [3, 4, 5])])
+def test_a_case_has_as_many_lengths_of_both(qo, kv):
+    with pytest.raises(
+        at.ArgumentError, match=f"kv_lens must have qo_lens's {len(qo)} entries; got {len(kv)}"
+    ):
+        testing.make_case(spec_of(), qo, kv)

@@ -398,3 +398,12 @@ def test_bridges_of_a_composite_have_room(backend, prefix):
     with pytest.raises(at.LimitError) as caught:
         at.Attention(spec, backend=backend, limits=at.Limits(3, 3, 2000)).plan(index)
     assert caught.value.limit == "max_parts" and (caught.value.needed, caught.value.given) == (2, 1)
+
+
+@pytest.mark.parametrize("specs", ["x", 3, [], [None], ["x"], "spec"])
+def test_specs_must_be_specs(backend, specs):
+    for make in (lambda s: at.Workspace(s, backend=backend), lambda s: at.Workspace.nbytes(s, LIMITS)):
+        with pytest.raises((at.ArgumentError, at.DtypeError), match=r"^specs must"):
+            make(specs)
+    with pytest.raises(at.DtypeError, match="specs must hold AttentionSpec values only; got str"):
+        at.Workspace([spec_of(), "x"], backend=backend)

@@ -126,3 +126,12 @@ def test_c102_a_remapped_prefix_does_not_list_the_freed_pages(kit):
     assert all(not freed & set(slots) for slots, *_ in kit.seen(after).values())
     assert [len(slots) for slots, *_ in kit.seen(after).values()] == [63, 63]
     assert kit.seen(before) == kept  # an index already planned has its own copy
+
+
+@pytest.mark.parametrize("bad", ["x", None, [0, 1]])
+def test_what_is_no_index(bad):
+    index = f.ragged([0, 1], [0, 2])
+    for indexes in ((index, bad), (bad, index), (bad,)):
+        with pytest.raises(AttnrtError, match=r"indexes must come from attnrt\.formats") as caught:
+            f.concat(*indexes)
+        assert caught.value.label == "indexes"

@@ -253,3 +253,17 @@ def test_c19_slots_past_32_bits_of_elements(kit):
     assert kit.seen(index)[0, 0][0][-1] == 2**31 - 1
     index = f.paged([0, 1], [0, 1], [2**31 - 1], [16], 16)
     assert kit.seen(index)[0, 0][0][0] == (2**31 - 1) * 16
+
+
+def test_lengths_that_disagree_name_both_arrays(kit):
+    for lens in ([2, 1], np.array([2, 1], np.int32)):
+        with pytest.raises(
+            ArgumentError, match=r"kv_lens must have 1 entries \(.*kv_indptr has 2 entries\); got 2"
+        ):
+            f.paged([0, 1, 2], [0, 3], [0, 1, 2], lens, 4)
+        with pytest.raises(ArgumentError, match=r"kv_lens must have 3 entries \(.*table has 3 rows\); got 2"):
+            f.block_table([0, 1, 2], np.zeros((3, 1), np.int32), lens, 4)
+    with pytest.raises(
+        ArgumentError, match=r"kv_lens must have 1 entries \(.*kv_indptr has 2 entries\); got 2"
+    ):
+        f.paged([0, 1, 2], [0, 3], [0, 1, 2], kit.OnDevice((2,)), 4, max_kv_lens=[2, 1])

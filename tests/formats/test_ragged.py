@@ -90,3 +90,10 @@ def test_gather_reads_every_layout():
             assert np.array_equal(k, pool[0][slots, 2]) and np.array_equal(v, pool[1][slots, 2])
     with pytest.raises(ArgumentError, match="row"):
         index.gather(pool, 3)
+
+
+def test_lengths_that_disagree_name_both_arrays():
+    with pytest.raises(
+        ArgumentError, match=r"kv_lens must have 1 entries \(.*kv_indptr has 2 entries\); got 2"
+    ):
+        f.ragged([0, 1, 2], [0, 3], kv_lens=[2, 1])

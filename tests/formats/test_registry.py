@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import attnrt.formats as f
-from attnrt.errors import ArgumentError, AttnrtError
+from attnrt.errors import ArgumentError, AttnrtError, DtypeError
 
 BUILDERS = (
     *("ragged", "paged", "block_table", "bsr", "token_sparse", "pages_per_head", "radix"),
@@ -66,3 +66,13 @@ def test_entry_points(fresh, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", found.select)
     assert "from_a_package" in f.names()
     assert f.from_a_package([0, 1], [0, 3]).num_qo == 1
+
+
+def test_bad_names_and_entries_are_refused_at_once(fresh):
+    before = f.names()
+    for name in ("two words", "a-b", "", 3):
+        with pytest.raises(ArgumentError, match="name must be"):
+            f.register(name)
+    with pytest.raises(DtypeError, match="index builder must be callable"):
+        f.register("mine")(3)
+    assert f.names() == before

@@ -207,3 +207,10 @@ def test_errors(kit):
     with pytest.raises(AttnrtError, match="mask_begin"):
         f.tree(shared, mask=[np.ones((1, 8), bool)] * 2)
     kit.seen(f.tree(shared, mask=[np.zeros((1, 4), bool)] * 2, mask_begin=[4, 4]))
+
+
+@pytest.mark.parametrize("index", ["a", None, [0, 1]])
+def test_what_is_no_index(index):
+    with pytest.raises(AttnrtError, match=r"index must come from attnrt\.formats") as caught:
+        f.tree(index, [-1])
+    assert caught.value.label == "index"
