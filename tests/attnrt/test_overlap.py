@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import attnrt as at
 from attnrt import testing
+from attnrt.device import CPU
+from attnrt.operands import Rules, read_form
 from attnrt.overlap import Extent, check_apart, check_own
-from attnrt.tensor import TensorView
+from attnrt.repeat import Quick, run_again
+from attnrt.tensor import TensorView, signature
 
 ROWS, HEADS, DIM = 5, 4, 16
 
@@ -110,3 +115,31 @@ def test_against_a_loop_over_bytes():
             with pytest.raises(at.ArgumentError, match="out must not overlap itself"):
                 check_own(mine, "out")
     assert found == {True, False}
+
+
+def test_the_short_way_looks_at_new_addresses_too():
+    """The form has run; its next run brings an out that lies in k, and is not launched."""
+    spec = at.AttentionSpec(num_qo_heads=HEADS, num_kv_heads=2, head_dim=DIM, q_dtype="float32")
+    q, out = np.zeros((2, ROWS, HEADS, DIM), np.float32)
+    k, v = np.zeros((2, 40, 2, DIM), np.float32)
+    rules, launched = Rules.of(spec, CPU), []
+    quick = Quick(
+        form=read_form(rules, q, k, v, out, None),
+        repeat=lambda addresses, scale, stream: launched.append(addresses),
+        current=lambda: 0,
+        page_size=4,
+        epoch=1,
+    )
+    runtime = SimpleNamespace(
+        shared_kv=False,
+        sm_scale=1.0,
+        epoch=1,
+        quick={signature(q, k, v, out, None)[0]: quick},
+        tenant=SimpleNamespace(loaded=None, ordered={0}, run_stream=0),
+    )
+    for _ in range(2):
+        with pytest.raises(at.ArgumentError, match="out must not overlap k"):
+            run_again(runtime, q, (k, v), None, (rows_of(k.reshape(-1)), None, False), None, None)
+    assert not launched
+    assert run_again(runtime, q, (k, v), None, (out, None, False), None, None) is out
+    assert len(launched) == 1
