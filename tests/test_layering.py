@@ -32,7 +32,7 @@ LAYERS = (
     ),
     *({"fold", "spec", "merge"}, {"formats"}, {"scheduler", "variants"}, {"backends"}),
     *(
-        {"layout", "operands", "arguments"},
+        {"layout", "operands", "arguments", "overlap"},
         {"dispatch"},
         {"loading", "workspace", "append", "repeat"},
         {"runtime"},
