@@ -30,12 +30,12 @@ __device__ __forceinline__ long long append_offset(const PagedKv& kv, long long 
          static_cast<long long>(head) * kv.stride_head;
 }
 
-// Rows that come in the cache's own type without a scale are copied bit by bit; others are scaled in float32 and
-// rounded once.
+// Rows that come in the cache's own type without a scale, or with 1, are copied bit by bit (a conversion would lose the
+// sign of NaN); others are scaled in float32 and rounded once.
 template <Dtype From, Dtype To>
 __device__ __forceinline__ typename Bits<To>::type append_value(typename Bits<From>::type x, float scale) {
   if constexpr (From == To) {
-    return scale == 0.0f ? x : from_float<To>(__fdiv_rn(to_float<From>(x), scale));
+    return scale == 0.0f || scale == 1.0f ? x : from_float<To>(__fdiv_rn(to_float<From>(x), scale));
   } else {
     return from_float<To>(__fdiv_rn(to_float<From>(x), scale == 0.0f ? 1.0f : scale));
   }
