@@ -262,3 +262,52 @@ def test_arrays_on_the_host_are_refused(cuda, world):
     testing.same(
         world.fresh(cuda, index), testing.Result(out=to_host(out), lse=to_host(lse)), "a refused run"
     )
+
+
+def test_two_devices_at_once(cuda, world):
+    """Eager runs and graphs on both devices, one thread each, give the bits of one device; the current device stays."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    index = make_index(world, "mixed")
+    rows = index.num_qo
+    want = world.fresh(cuda, index)
+    attns = [at.Attention(world.spec, backend=cuda, limits=limits(world), device=f"cuda:{i}") for i in (0, 1)]
+    arrays = [
+        [x.to(f"cuda:{i}") for x in (world.gpu_q[:rows], *world.gpu_kv, *world.results(rows))] for i in (0, 1)
+    ]
+    for i in (0, 1):
+        torch.cuda.synchronize(i)
+    found: dict[tuple[int, str], testing.Result] = {}
+    errors = []
+
+    def work(i):
+        try:
+            attn, (q, k, v, out, lse) = attns[i], arrays[i]
+            with torch.cuda.device(1 - i):  # another device than the arrays' is current
+                for _ in range(10):
+                    attn.plan(index)
+                    attn.run(q, (k, v), out=out, lse=lse)
+                torch.cuda.synchronize(i)
+                found[i, "eager"] = testing.Result(out=to_host(out), lse=to_host(lse))
+                assert torch.cuda.current_device() == 1 - i
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors, errors
+    for i in (0, 1):
+        attn, (q, k, v, out, lse) = attns[i], arrays[i]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(i), torch.cuda.graph(graph):
+            attn.run(q, (k, v), out=out, lse=lse)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize(i)
+        found[i, "graph"] = testing.Result(out=to_host(out), lse=to_host(lse))
+    assert torch.cuda.current_device() == 0
+    for (i, how), result in found.items():
+        testing.same(want, result, f"cuda:{i}, {how}")
