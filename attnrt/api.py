@@ -229,7 +229,8 @@ class Attention:
         rope : variant, optional
             ``at.variants.rope(...)``: rotates k by its position before it is stored.
         **variant_args
-            k_scale, v_scale of an fp8 cache: x / scale, to nearest even, saturated.
+            k_scale, v_scale of an fp8 cache: x / scale, to nearest even, saturated. Rows of the cache's own dtype with scale
+            1 keep their bits.
         """
         self._runtime.append(k, v, kv, slots, rope, stream, variant_args)
 

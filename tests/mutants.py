@@ -333,7 +333,7 @@ def run(mutant: Mutant) -> str | None:
         ]
         marks = ["-m", "gpu"] if mutant.kind == "cuda" else []
         env = os.environ | {
-            "PYTHONPATH": str(root),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
             "ATTNRT_CACHE_DIR": str(root / "cache"),
             "PYTHONDONTWRITEBYTECODE": "1",
         }

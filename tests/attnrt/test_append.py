@@ -143,6 +143,26 @@ def test_rounds_to_nearest_even_and_saturates(backend, kv_dtype):
         assert tokens(cache, "NHD").tobytes() == want.tobytes()
 
 
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_rows_of_the_caches_type_keep_their_bits(backend, kv_dtype):
+    """Infinities and both signs of NaN too, where the scale is 1; a head with another scale is rounded."""
+    attn = make(backend, kv_dtype=kv_dtype, variant=(v.causal(), v.fp8_scales()))
+    kind = as_dtype(kv_dtype).numpy
+    k, values = (np.resize(np.arange(256, dtype=np.uint8), x.shape).view(kind) for x in rows(64, attn))
+    for given in ({}, {"k_scale": np.array([1.0, 2.0], np.float32)}):
+        kv = caches(attn, 16, 4)
+        attn.append(k, values, kv, slots=np.arange(64), **given)
+        stored = tokens(kv[0], "NHD"), tokens(kv[1], "NHD")
+        assert stored[0][:, 0].tobytes() == k[:, 0].tobytes()
+        assert stored[1].tobytes() == values.tobytes()
+        if not given:
+            assert stored[0].tobytes() == k.tobytes()
+        else:
+            finite = np.isfinite(k[:, 1].astype(np.float32))
+            halves = (k[:, 1].astype(np.float32) / 2).astype(kind)
+            np.testing.assert_array_equal(stored[0][:, 1][finite], halves[finite])
+
+
 @pytest.mark.parametrize(
     "scales", [(0.25, 0.5), (np.array([0.5, 2.0], np.float32), np.array([4.0, 0.125], np.float32))]
 )

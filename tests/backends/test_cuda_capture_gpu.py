@@ -302,7 +302,7 @@ def test_two_devices_at_once(cuda, world):
     for i in (0, 1):
         attn, (q, k, v, out, lse) = attns[i], arrays[i]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(i), torch.cuda.graph(graph):
+        with torch.cuda.device(i), torch.cuda.graph(graph, stream=torch.cuda.Stream(i)):
             attn.run(q, (k, v), out=out, lse=lse)
         out.fill_(float("nan"))
         graph.replay()

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// append(): rows of K or V into the pool, scaled and rounded on the way.
+// append(): rows of K or V into the pool, scaled and rounded on the way; rows of the pool's own type whose scale is 1 are
+// copied bit by bit.
 
 static int store_rows(const attnrt_store* call) {
   const attnrt_store& s = *call;
@@ -8,7 +9,7 @@ static int store_rows(const attnrt_store* call) {
   float* x = reinterpret_cast<float*>(scratch().memory);
   const WidenRow widen = loops.widen[s.src_dtype];
   const int64_t num_slots = s.dst.num_pages * s.dst.page_size, size = element_size(s.dst_dtype);
-  const bool copy = s.src_dtype == s.dst_dtype && !s.scale;
+  const bool same = s.src_dtype == s.dst_dtype;
   for (int64_t row = 0; row < s.num_rows; ++row) {
     const int64_t slot = s.slots[row];
     if (slot < 0 || slot >= num_slots) continue;
@@ -17,13 +18,13 @@ static int store_rows(const attnrt_store* call) {
       const int64_t from = row * s.src_stride_row + head * s.src_stride_head;
       const int64_t to = page * s.dst.stride_page + token * s.dst.stride_token + head * s.dst.stride_head;
       char* out = static_cast<char*>(const_cast<void*>(s.dst.ptr)) + to * size;
-      if (copy) {
+      const float scale = s.scale ? s.scale[head * s.scale_stride_head] : 1.0f;
+      if (same && scale == 1.0f) {
         __builtin_memcpy(out, static_cast<const char*>(s.src) + from * size, static_cast<size_t>(s.head_dim * size));
         continue;
       }
       widen(s.src, from, s.head_dim, padded, x);
-      const float scale = s.scale ? s.scale[head * s.scale_stride_head] : 1.0f;
-      for (int d = 0; d < s.head_dim; ++d) store_element(out, d, s.dst_dtype, s.scale ? x[d] / scale : x[d]);
+      for (int d = 0; d < s.head_dim; ++d) store_element(out, d, s.dst_dtype, x[d] / scale);
     }
   }
   return 0;
