@@ -71,7 +71,7 @@ class Loaded:
         For its host numbers (counts, traits, tree).
     parts : tuple of PartViews
     qo_lens, kv_lens : int32 [num_requests]; bound_kv_lens the same or None
-    work : int32 [num_items, len(WORK_FIELDS)]; worker_indptr : int32 [num_workers + 1]
+    work : int32 [num_items, len(WORK_FIELDS)]; worker_indptr : int32 [all_workers + 1]
     merge_rows : int32 [num_merges, len(MERGE_FIELDS)]; merge_slots, merge_leaves : int32 [entries]
     partial_acc : float32 [slots, num_qo_heads, head_dim_vo], acc not divided
     partial_ml : float32 [slots, num_qo_heads, 2], running maximum m (base-2 logits) and sum l

@@ -7,7 +7,9 @@ A scheduler is any object with ``assign(costs, num_workers) -> (order, worker_in
 - ``split(keys, num_workers) -> float``: the longest run in keys x KV heads, given keys x KV heads of every query tile
   (float64 [tiles]); ``inf`` never cuts. Without it runs are cut by Algorithm 1;
 - ``split_heads = False``: items keep all KV heads of their list;
-- ``assign_requests(requests, costs, num_workers)``: called instead of ``assign`` where it exists, with each item's request.
+- ``assign_requests(requests, costs, num_workers)``: called instead of ``assign`` where it exists, with each item's request;
+- ``assign_sections(sections, costs, num_workers)``: the same for a machine whose team has sections (Team.section), with each
+  item's section.
 
 None of these can change a bit of the result (docs/determinism.md): they only choose among cuts at leaf boundaries.
 """
@@ -41,7 +43,12 @@ class LPT:
     name = "lpt"
 
     def assign(self, costs: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
-        by_cost = np.argsort(-costs, kind="stable")
+        return self.assign_sections(np.zeros(len(costs), np.int64), costs, num_workers)
+
+    def assign_sections(
+        self, sections: np.ndarray, costs: np.ndarray, num_workers: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        by_cost = np.lexsort((-costs, sections))  # stable: ties by item id
         heap = [(0.0, worker) for worker in range(num_workers)]
         taken: list[list[int]] = [[] for _ in range(num_workers)]
         for item in by_cost.tolist():

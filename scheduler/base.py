@@ -25,6 +25,7 @@ __all__ = [
     "Plan",
     "Ruler",
     "Scheduler",
+    "Team",
     "Traits",
     "WorkList",
 ]
@@ -121,6 +122,34 @@ class NumericClass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """Workers of a second kernel, which takes the last classes of a machine.
+
+    Its items are cut, costed and assigned apart from the others', with its own number of workers and its own costs.
+
+    Attributes
+    ----------
+    first_class : int
+        It takes ``Traits.classes[first_class:]``.
+    num_workers : int
+    alpha, beta, beta_rows, fixed : float
+        As in Traits, in a unit of its own.
+    section : int
+        Keys times KV heads whose K and V a cache close to the workers holds together. Workers take the items of one section
+        after those of the section before, and longest first only within one, so that items which read the same keys run at
+        the same time. 0: all items are one section. With sections every item has one KV head.
+    """
+
+    first_class: int
+    num_workers: int
+    alpha: float = 0.0
+    beta: float = 1.0
+    beta_rows: float = 0.0
+    fixed: float = 0.0
+    section: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """A backend's pure answer to the planner.
 
@@ -139,6 +168,8 @@ class Traits:
         Row slots for partial states; when they run out the planner stops cutting.
     split_heads : bool
         Whether items may take a range of KV heads.
+    team : Team or None
+        Who takes the last classes where a second kernel does; its workers come after these ``num_workers`` in a work list.
     """
 
     name: str
@@ -150,6 +181,12 @@ class Traits:
     fixed: float = 0.0
     max_partial_slots: int = 1 << 20
     split_heads: bool = True
+    team: Team | None = None
+
+    @property
+    def all_workers(self) -> int:
+        """Workers with the team's."""
+        return self.num_workers + (self.team.num_workers if self.team is not None else 0)
 
     @staticmethod
     def of(name: str, num_workers: int | None = None) -> Traits:
@@ -170,7 +207,8 @@ class Traits:
 class WorkList:
     """Items in the order in which workers take them: worker w has ``worker_indptr[w] : worker_indptr[w + 1]``.
 
-    ``items`` is int32 [num_items, len(WORK_FIELDS)], C-contiguous; ``worker_indptr`` int32 [num_workers + 1]. Each field of
+    ``items`` is int32 [num_items, len(WORK_FIELDS)], C-contiguous; ``worker_indptr`` int32 [traits.all_workers + 1], a team's
+    workers last. Each field of
     WORK_FIELDS is also a column view, ``work["slot"]``.
 
     Partial state of query i of an item (counted from q_begin) and its state k (0 if ``fold``, else the leaf counted from

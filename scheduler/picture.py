@@ -29,7 +29,7 @@ def picture(plan: Plan, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UnsupportedError("picture", "needs matplotlib", None, "pip install 'attnrt[plot]'.") from None
-    workers = plan.traits.num_workers
+    workers = plan.traits.all_workers
     figure = Figure(figsize=(10, min(12, 1.5 + 0.12 * workers)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -21,7 +21,7 @@ from attnrt.scheduler.values import twin
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse
 
-_ABI = 3  # of native/planner_abi.h
+_ABI = 4  # of native/planner_abi.h
 
 try:
     from attnrt.scheduler._planner_native import ffi, lib
@@ -100,14 +100,14 @@ def _traits_struct(traits: Traits) -> Any:
     if kept is not None:
         return kept[1]
     struct = ffi.new("attnrt_traits *")
-    struct.alpha, struct.beta, struct.beta_rows, struct.fixed = (
-        traits.alpha,
-        traits.beta,
-        traits.beta_rows,
-        traits.fixed,
-    )
-    struct.num_workers, struct.num_classes = traits.num_workers, len(traits.classes)
-    struct.split_heads = traits.split_heads
+    team = traits.team
+    for crew, out in zip((traits,) if team is None else (traits, team), struct.crews, strict=False):
+        out.alpha, out.beta, out.beta_rows, out.fixed = crew.alpha, crew.beta, crew.beta_rows, crew.fixed
+        out.num_workers = crew.num_workers
+    struct.num_crews, struct.first_class = 1, len(traits.classes)
+    if team is not None:
+        struct.num_crews, struct.first_class, struct.crews[1].section = 2, team.first_class, team.section
+    struct.num_classes, struct.split_heads = len(traits.classes), traits.split_heads
     for klass, out in zip(traits.classes, struct.classes, strict=False):
         out.max_rows = -1 if klass.max_rows is None else klass.max_rows
         out.q_tile = klass.q_tile
@@ -199,7 +199,7 @@ def plan_native(
     if status:
         raise failure(status, counts.slots, max_slots)
     alive = None  # noqa: F841  (until here)
-    return _take(counts, traits.num_workers)
+    return _take(counts, traits.all_workers)
 
 
 def failure(status: int, slots: int = 0, max_slots: int = 0) -> Exception:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,15 @@ _INT32_MAX = (1 << 31) - 1
 
 
 @dataclass(slots=True, kw_only=True)
+class Crew:
+    """Workers that share a kernel: their number and costs (a Traits or a Team), their tiles, and the section of each list."""
+
+    traits: Any
+    tiles: list[Tile]
+    sections: dict[tuple[int, int, int], int]
+
+
+@dataclass(slots=True, kw_only=True)
 class Candidate:
     """One way to cut: runs (kv_begin, kv_end, leaf_begin, leaf_end, slot, fold) per tile, and what came of it."""
 
@@ -48,6 +58,7 @@ class Candidate:
     items: np.ndarray
     costs: np.ndarray
     requests: np.ndarray
+    sections: np.ndarray
     mean: float
     longest: float
     order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -69,61 +80,115 @@ def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
     mark_rows(problem, tiles)
     if len(problem.parts) > 1:
         tiles = [tile for tile in tiles if tile.keys]
-    best = _best(problem, tiles)
-    work = WorkList(items=np.ascontiguousarray(best.items[best.order]), worker_indptr=best.worker_indptr)
-    return work, _merges(problem, tiles, best), best.slots
+    crews, found = _crews(problem, tiles), []
+    needed = [_whole_slots(problem, crew.tiles) for crew in crews]
+    if sum(needed) > problem.max_slots:
+        raise LimitError(
+            "max_partial_slots",
+            sum(needed),
+            problem.max_slots,
+            "These states do not come from cuts: more parts need more slots.",
+        )
+    first = 0
+    for i, crew in enumerate(crews):
+        found.append(_best(problem, crew, first, problem.max_slots - sum(needed[i + 1 :])))
+        first += found[-1].slots
+    items = [best.items[best.order] for best in found]
+    ends = np.cumsum([0, *(len(chosen) for chosen in items)]).tolist()
+    indptr = [best.worker_indptr[i > 0 :] + ends[i] for i, best in enumerate(found)]
+    work = WorkList(
+        items=np.ascontiguousarray(np.concatenate(items)),
+        worker_indptr=np.concatenate(indptr).astype(np.int32),
+    )
+    runs = [run for best in found for run in best.runs]
+    return work, _merges(problem, [tile for crew in crews for tile in crew.tiles], runs), first
 
 
-def _best(problem: Problem, tiles: list[Tile]) -> Candidate:
+def _crews(problem: Problem, tiles: list[Tile]) -> list[Crew]:
+    """The machine's own workers with the tiles they take, and the team with its."""
+    traits, team = problem.traits, problem.traits.team
+    if team is None:
+        return [Crew(traits=traits, tiles=tiles, sections={})]
+    mine = [tile for tile in tiles if tile.klass < team.first_class]
+    theirs = [tile for tile in tiles if tile.klass >= team.first_class]
+    return [
+        Crew(traits=traits, tiles=mine, sections={}),
+        Crew(traits=team, tiles=theirs, sections=_sections(problem, theirs, team.section)),
+    ]
+
+
+def _sections(problem: Problem, tiles: list[Tile], size: int) -> dict[tuple[int, int, int], int]:
+    """Section of each (part, block row, KV head) of the tiles: lists one after the other, cut where they have filled one."""
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    for tile in tiles if size else ():
+        low, high = spans.get((tile.part, tile.row), (tile.kv_begin, tile.kv_end))
+        spans[tile.part, tile.row] = min(low, tile.kv_begin), max(high, tile.kv_end)
+    sections, before = {}, 0
+    for (part, row), (low, high) in spans.items():
+        for head in range(problem.num_kv_heads):
+            sections[part, row, head] = before // size
+            before += high - low
+    return sections
+
+
+def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Candidate:
     """Items of fewer and fewer heads, then, if the longest worker is still far off, shorter runs; the best of these.
 
     A split of heads needs no merge, so it comes first. Algorithm 1 alone lets a run be as long as a worker's fair share, which
     leaves the longest worker up to twice the mean; halving its limit costs merges and is charged for them.
     """
-    traits, heads = problem.traits, problem.num_kv_heads
+    heads, workers = problem.num_kv_heads, crew.traits.num_workers
     divisors = [1]
-    if traits.split_heads and getattr(problem.scheduler, "split_heads", True):
+    if problem.traits.split_heads and getattr(problem.scheduler, "split_heads", True):
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    keys = np.asarray([float(tile.keys * tile.heads) for tile in tiles])
-    limit = split_limit(problem.scheduler, keys, traits.num_workers)
+        if crew.sections:
+            divisors = [heads]
+    keys = np.asarray([float(tile.keys * tile.heads) for tile in crew.tiles])
+    limit = split_limit(problem.scheduler, keys, workers)
+    room = first_slot, max_slots
     best, width = None, heads
     for n in divisors:
         width = heads // n
-        candidate = _candidate(problem, tiles, width, limit)
+        candidate = _candidate(problem, crew, width, limit, room)
         if n < divisors[-1] and candidate.longest > GOOD_BALANCE * candidate.mean:
             continue  # one item alone is too long: fewer heads per item must be better
-        _assign(problem, candidate)
-        best = candidate if best is None or _score(problem, candidate) < _score(problem, best) else best
+        _assign(problem, crew, candidate)
+        best = (
+            candidate
+            if best is None or _score(problem, crew, candidate) < _score(problem, crew, best)
+            else best
+        )
         if not candidate.cuts and candidate.makespan <= GOOD_BALANCE * candidate.mean:
             break
-        if len(candidate.items) >= MANY_ITEMS * traits.num_workers:
+        if len(candidate.items) >= MANY_ITEMS * workers:
             break
     assert best is not None
     count = len(best.items)
     for finer in SHORTER_RUNS if not hasattr(problem.scheduler, "split") else ():
-        if best.makespan <= BAD_BALANCE * best.mean or count >= 4 * MANY_ITEMS * traits.num_workers:
+        if best.makespan <= BAD_BALANCE * best.mean or count >= 4 * MANY_ITEMS * workers:
             break
-        candidate = _candidate(problem, tiles, width, limit / finer)
+        candidate = _candidate(problem, crew, width, limit / finer, room)
         if len(candidate.items) <= count:
             continue  # no leaf to cut at
         count = len(candidate.items)
-        _assign(problem, candidate)
-        best = candidate if _score(problem, candidate) < _score(problem, best) else best
+        _assign(problem, crew, candidate)
+        best = candidate if _score(problem, crew, candidate) < _score(problem, crew, best) else best
     return best
 
 
-def _score(problem: Problem, candidate: Candidate) -> float:
+def _score(problem: Problem, crew: Crew, candidate: Candidate) -> float:
     """Makespan, and what a merge costs."""
-    return candidate.makespan + (problem.traits.fixed * problem.num_kv_heads if candidate.cuts else 0.0)
+    return candidate.makespan + (crew.traits.fixed * problem.num_kv_heads if candidate.cuts else 0.0)
 
 
-def _candidate(problem: Problem, tiles: list[Tile], heads: int, limit: float) -> Candidate:
-    runs, slots, cuts = _cut(problem, tiles, heads, limit)
+def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tuple[int, int]) -> Candidate:
+    runs, slots, cuts = _cut(problem, crew.tiles, heads, limit, room)
     rows: list[tuple[int, ...]] = []
     costs: list[float] = []
     requests: list[int] = []
-    t = problem.traits
-    for tile, tile_runs in zip(tiles, runs, strict=True):
+    sections: list[int] = []
+    t = crew.traits
+    for tile, tile_runs in zip(crew.tiles, runs, strict=True):
         step = min(heads, tile.heads)
         query_rows = float(tile.queries * problem.group)
         for head in range(tile.head_begin, tile.head_end, step):
@@ -135,6 +200,7 @@ def _candidate(problem: Problem, tiles: list[Tile], heads: int, limit: float) ->
                 where = (tile.part, tile.row, tile.q_begin, tile.q_end, head, head + step)
                 rows.append((*where, lo, hi, leaf_begin, leaf_end, slot, tile.klass, fold, 0))
                 requests.append(int(problem.parts[tile.part].request[tile.q_begin]))
+                sections.append(crew.sections.get((tile.part, tile.row, head), 0))
     items = np.asarray(rows, np.int32).reshape(-1, len(WORK_FIELDS))
     cost = _costs(problem.scheduler, items, np.asarray(costs, np.float64))
     items[:, -1] = np.minimum(np.rint(cost), _INT32_MAX).astype(np.int32)
@@ -145,15 +211,18 @@ def _candidate(problem: Problem, tiles: list[Tile], heads: int, limit: float) ->
         items=items,
         costs=cost,
         requests=np.asarray(requests, np.int64),
+        sections=np.asarray(sections, np.int64),
         mean=_sum(cost) / t.num_workers,
         longest=float(cost.max(initial=0.0)),
     )
 
 
-def _assign(problem: Problem, candidate: Candidate) -> None:
-    cost, workers = candidate.costs, problem.traits.num_workers
+def _assign(problem: Problem, crew: Crew, candidate: Candidate) -> None:
+    cost, workers = candidate.costs, crew.traits.num_workers
     if hasattr(problem.scheduler, "assign_requests"):
         result = problem.scheduler.assign_requests(candidate.requests, cost, workers)
+    elif crew.sections and hasattr(problem.scheduler, "assign_sections"):
+        result = problem.scheduler.assign_sections(candidate.sections, cost, workers)
     else:
         result = problem.scheduler.assign(cost, workers)
     candidate.order, candidate.worker_indptr = check_assignment(result, len(cost), workers)
@@ -180,29 +249,32 @@ def _costs(scheduler: object, items: np.ndarray, own: np.ndarray) -> np.ndarray:
     return given
 
 
-def _cut(problem: Problem, tiles: list[Tile], heads: int, limit: float) -> tuple[list, int, int]:
-    """Runs of every tile, partial slots used, tiles cut. Item heads share a tile's slots: they write other heads of them."""
+def _whole_slots(problem: Problem, tiles: list[Tile]) -> int:
+    """Partial slots of tiles that are not cut."""
+    return sum(_slots(tile, [_whole_run(tile)], problem.tree == "pairwise") for tile in tiles)
+
+
+def _cut(
+    problem: Problem, tiles: list[Tile], heads: int, limit: float, room: tuple[int, int]
+) -> tuple[list, int, int]:
+    """Runs of every tile, partial slots used, tiles cut. Item heads share a tile's slots: they write other heads of them.
+
+    ``room``: the first slot that is free, and how many there are with those before it.
+    """
     pairwise = problem.tree == "pairwise"
-    used = sum(_slots(tile, [_whole_run(tile)], pairwise) for tile in tiles)
-    if used > problem.max_slots:
-        raise LimitError(
-            "max_partial_slots",
-            used,
-            problem.max_slots,
-            "These states do not come from cuts: more parts need more slots.",
-        )
-    runs, cuts, next_slot = [], 0, 0
+    used = room[0] + _whole_slots(problem, tiles)
+    runs, cuts, next_slot = [], 0, room[0]
     for tile in tiles:
         cut = [_whole_run(tile)]
         if limit < math.inf:
             longest = max(1, math.ceil(limit / min(heads, tile.heads)))
             more = _cut_tile(problem, tile, longest)
             extra = _slots(tile, more, pairwise) - _slots(tile, cut, pairwise)
-            if len(more) > 1 and used + extra <= problem.max_slots:
+            if len(more) > 1 and used + extra <= room[1]:
                 cut, used, cuts = more, used + extra, cuts + 1
         runs.append(_place(tile, cut, next_slot, pairwise))
         next_slot += _slots(tile, cut, pairwise)
-    return runs, used, cuts
+    return runs, used - room[0], cuts
 
 
 def _whole_run(tile: Tile) -> tuple[int, int, int, int]:
@@ -248,12 +320,12 @@ def _place(tile: Tile, runs: list, slot: int, pairwise: bool) -> list[tuple[int,
     return placed
 
 
-def _merges(problem: Problem, tiles: list[Tile], best: Candidate) -> MergeList:
+def _merges(problem: Problem, tiles: list[Tile], all_runs: list[list]) -> MergeList:
     """One entry per row and head range that no item finishes; rows that nothing covers are entries without slots."""
     units = problem.units
     states: dict[tuple[int, int], list[tuple[int, int]]] = {}
     done = np.zeros((problem.num_rows, units), bool)
-    for tile, runs in zip(tiles, best.runs, strict=True):
+    for tile, runs in zip(tiles, all_runs, strict=True):
         unit_range = range(*units_of(problem, tile).indices(units))
         for i, row in enumerate(rows_of(problem, tile).tolist()):
             for unit in unit_range:

@@ -69,9 +69,9 @@ def digest(plan: Plan) -> str:
 
 
 def loads(plan: Plan) -> np.ndarray:
-    """Cost of every worker, float64 [num_workers]."""
-    worker = np.repeat(np.arange(plan.traits.num_workers), np.diff(plan.work.worker_indptr))
-    return np.bincount(worker, weights=plan.work["cost"], minlength=plan.traits.num_workers)
+    """Cost of every worker, float64 [all_workers]."""
+    worker = np.repeat(np.arange(plan.traits.all_workers), np.diff(plan.work.worker_indptr))
+    return np.bincount(worker, weights=plan.work["cost"], minlength=plan.traits.all_workers)
 
 
 def stats(plan: Plan) -> dict[str, float]:
@@ -105,7 +105,7 @@ def trace(plan: Plan, path: str | Path) -> None:
     """Write the schedule as Chrome trace-event JSON (one thread per worker, one microsecond per unit of cost)."""
     events: list[dict[str, Any]] = []
     items = plan.work.items.tolist()
-    for worker in range(plan.traits.num_workers):
+    for worker in range(plan.traits.all_workers):
         clock = 0
         events.append(
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": {"name": f"worker {worker}"}}
@@ -142,7 +142,7 @@ def explain(plan: Plan, row: int, head: int) -> str:
             raise ArgumentError(name, f"must be in [0, {end})", value)
     kv_head = head // plan.spec.group
     lines = [f"row {row}, query head {head} (KV head {kv_head}):"]
-    worker = np.repeat(np.arange(plan.traits.num_workers), np.diff(plan.work.worker_indptr))
+    worker = np.repeat(np.arange(plan.traits.all_workers), np.diff(plan.work.worker_indptr))
     for i, item in enumerate(plan.work.items.tolist()):
         f = dict(zip(WORK_FIELDS, item, strict=True))
         part = plan.parts[f["part"]]

@@ -53,9 +53,14 @@ def _fail(rule: str, got: object) -> None:
 
 def _check_workers(plan: Plan) -> None:
     indptr = plan.work.worker_indptr.astype(np.int64)
-    good = len(indptr) == plan.traits.num_workers + 1 and indptr[0] == 0 and indptr[-1] == len(plan.work)
+    good = len(indptr) == plan.traits.all_workers + 1 and indptr[0] == 0 and indptr[-1] == len(plan.work)
     if not good or (np.diff(indptr) < 0).any():
         _fail("must give every item to one worker", indptr.tolist()[:8])
+    team = plan.traits.team
+    if team is not None:
+        theirs = np.arange(len(plan.work)) >= indptr[plan.traits.num_workers]
+        if (theirs != (plan.work["klass"] >= team.first_class)).any():
+            _fail("must give the team's classes to the team, and no others", plan.work["klass"].tolist()[:8])
 
 
 def _queries(plan: Plan, item: dict[str, int]) -> np.ndarray:

@@ -15,15 +15,18 @@ class LongestFirst {
   // one, which is the lower worker. Costs are not negative, so the first items go to workers 0, 1, 2, ... unless some
   // cost is 0; and so the bits of a load, read as an integer, compare as the load does. With integers the way up has no
   // branch, whose outcome nobody could foresee.
-  double assign(const double* costs, size_t n, int32_t workers) {
+  // sections [n], or null: numbers of which a lower one goes first, whatever the costs.
+  double assign(const double* costs, const int32_t* sections, size_t n, int32_t workers) {
     sort_by_cost(costs, n);
+    const bool positive = n && costs[ids_.get()[n - 1]] > 0.0;
+    if (sections) sort_by_section(sections, n);
     const int32_t* in_order = ids_.get();
     int32_t* worker_at = workers_.need(n);
     int32_t leaves = 1;
     while (leaves < workers) leaves *= 2;
     int64_t* load = load_.need(size_t(leaves) * 2);
     int32_t* who = who_.need(size_t(leaves) * 2);
-    const size_t ahead = n && costs[in_order[n - 1]] > 0.0 ? std::min(n, size_t(workers)) : 0;
+    const size_t ahead = positive ? std::min(n, size_t(workers)) : 0;
     for (int32_t w = 0; w < leaves; ++w) {
       load[leaves + w] = w < workers ? 0 : bits_of(std::numeric_limits<double>::infinity());
       who[leaves + w] = w;
@@ -114,7 +117,20 @@ class LongestFirst {
     std::sort(ids_out, ids_out + n, [by](int32_t a, int32_t b) { return by[a] != by[b] ? by[a] < by[b] : a < b; });
   }
 
+  // Stable, so that items stay longest first inside a section.
+  void sort_by_section(const int32_t* sections, size_t n) {
+    int32_t last = 0;
+    for (size_t i = 0; i < n; ++i) last = std::max(last, sections[i]);
+    if (last == 0) return;
+    int32_t *at = starts_.need(size_t(last) + 2), *to = ids2_.need(n), *from = ids_.get();
+    std::fill(at, at + last + 2, 0);
+    for (size_t i = 0; i < n; ++i) at[sections[i] + 1] += 1;
+    for (int32_t s = 0; s <= last; ++s) at[s + 1] += at[s];
+    for (size_t i = 0; i < n; ++i) to[at[sections[from[i]]]++] = from[i];
+    std::copy(to, to + n, from);
+  }
+
   Buffer<uint64_t> keys_, keys2_;
-  Buffer<int32_t> ids_, workers_, who_;
+  Buffer<int32_t> ids_, ids2_, starts_, workers_, who_;
   Buffer<int64_t> load_;
 };

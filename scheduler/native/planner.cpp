@@ -37,16 +37,18 @@ class Planner {
   void tiles_of(int part, int row, int q_begin, int q_end, int klass);
   void find_keys(Tile& tile) const;
   void mark_rows();
-  bool best_candidate(int64_t& needed);
-  void keep_if_better(Candidate& c);
-  void make_items(Candidate& c, int32_t heads, double limit, int64_t base_slots);
-  void cut(Candidate& c, int32_t heads, double limit, int64_t base_slots);
+  bool form_crews(int64_t& needed);
+  void find_sections(const Crew& crew);
+  void best_candidate(Crew& crew);
+  void keep_if_better(Crew& crew, Candidate& c);
+  void make_items(const Crew& crew, Candidate& c, int32_t heads, double limit);
+  void cut(const Crew& crew, Candidate& c, int32_t heads, double limit);
   void cut_tile(const Tile& tile, int64_t longest);
   int64_t place(std::vector<Run>& out, const Tile& tile, int32_t slot) const;
-  double unit_cost(const Tile& tile, const Run& run) const;
-  void assign_lpt(Candidate& c);
-  void assign_to(Candidate& c, bool by_request);
-  void deal(Candidate& c, const int32_t* in_order, const int32_t* worker_at);
+  double unit_cost(const Crew& crew, const Tile& tile, const Run& run) const;
+  void assign_lpt(const Crew& crew, Candidate& c);
+  void assign_to(const Crew& crew, Candidate& c, bool by_request);
+  void deal(const Crew& crew, Candidate& c, const int32_t* in_order, const int32_t* worker_at);
   void merges();
   void list_row(int64_t row, int32_t unit);
   template <class F>
@@ -60,9 +62,16 @@ class Planner {
     return c.cuts ? c.runs[size_t(run)] : tiles[tile];
   }
   template <class F>
-  void each_run(const Candidate& c, size_t tile, F&& f) const {
+  void each_run(const Crew& crew, const Candidate& c, size_t tile, F&& f) const {
     if (c.cuts == 0) return f(static_cast<const Run&>(tiles[tile]), int32_t(tile));
-    for (int32_t r = c.run_begin[tile]; r < c.run_begin[tile + 1]; ++r) f(c.runs[size_t(r)], r);
+    const size_t at = tile - crew.begin;
+    for (int32_t r = c.run_begin[at]; r < c.run_begin[at + 1]; ++r) f(c.runs[size_t(r)], r);
+  }
+  // f(tile, run) for all tiles in the form that was chosen for their crew.
+  template <class F>
+  void each_tile(F&& f) const {
+    for (int k = 0; k < tr->num_crews; ++k)
+      for (size_t i = crews[k].begin; i < crews[k].end; ++i) f(crews[k], i);
   }
   bool is_direct(const Tile& tile, size_t num_runs) const {
     return tile.whole && num_runs == 1 && !(pr->pairwise && tile.leaf_end - tile.leaf_begin > 1);
@@ -76,12 +85,11 @@ class Planner {
   std::vector<int> steps;  // queries per tile of each class
   std::vector<Tile> tiles;
   std::vector<Run> runs;
-  Candidate pool[2];
-  Candidate* best = nullptr;
-  Candidate* next = nullptr;  // the other one
+  Crew crews[2];
+  int64_t slots = 0;  // partial slots used
   std::vector<int32_t> count, first;
   LongestFirst longest_first;
-  Buffer<int32_t> worker_of;
+  Buffer<int32_t> worker_of, section_of;
   std::vector<int32_t> at_worker;
   std::vector<uint8_t> done;
   std::vector<int64_t> state_end;
@@ -107,13 +115,22 @@ int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
     mark_rows();
     tiles.erase(std::remove_if(tiles.begin(), tiles.end(), [](const Tile& t) { return t.keys() == 0; }), tiles.end());
   }
-  int64_t needed = 0;
-  if (!best_candidate(needed)) {
+  int64_t needed = 0, items = 0;
+  if (!form_crews(needed)) {
     counts = {0, 0, 0, needed};
     return 1;
   }
+  slots = 0;
+  for (int k = 0; k < tr->num_crews; ++k) {
+    Crew& crew = crews[k];
+    crew.first_slot = slots;
+    crew.last_slot = pr->max_slots - (k + 1 < tr->num_crews ? crews[k + 1].base_slots : 0);
+    best_candidate(crew);
+    slots += crew.best->slots;
+    items += int64_t(crew.best->count);
+  }
   merges();
-  counts = {int64_t(best->count), int64_t(num_merges), int64_t(num_entries), best->slots};
+  counts = {items, int64_t(num_merges), int64_t(num_entries), slots};
   return 0;
 }
 
@@ -270,19 +287,20 @@ int64_t Planner::place(std::vector<Run>& out, const Tile& t, int32_t slot) const
   return slot - begin;
 }
 
-void Planner::cut(Candidate& c, int32_t heads, double limit, int64_t base_slots) {
+void Planner::cut(const Crew& crew, Candidate& c, int32_t heads, double limit) {
   c.cuts = 0;
-  c.slots = base_slots;
+  c.slots = crew.base_slots;
   if (!(limit < std::numeric_limits<double>::infinity())) return;
   const auto longest = [&](int32_t h) { return std::max<int64_t>(1, int64_t(std::ceil(limit / std::min(heads, h)))); };
   const int64_t longest_all = longest(pr->num_kv_heads), longest_one = longest(1);
   const auto longest_of = [&](const Tile& t) { return t.heads() == 1 ? longest_one : longest_all; };
   const auto is_long = [&](const Tile& t) { return t.keys() > longest_of(t) + longest_of(t) / 8; };
-  if (std::none_of(tiles.begin(), tiles.end(), is_long)) return;
+  if (std::none_of(tiles.data() + crew.begin, tiles.data() + crew.end, is_long)) return;
+  const int64_t room = crew.last_slot - crew.first_slot;
   c.runs.clear();
   c.run_begin.clear();
-  int64_t next = 0;
-  for (size_t i = 0; i < tiles.size(); ++i) {
+  int64_t next = crew.first_slot;
+  for (size_t i = crew.begin; i < crew.end; ++i) {
     const Tile& t = tiles[i];
     c.run_begin.push_back(int32_t(c.runs.size()));
     runs.assign(1, t);
@@ -291,7 +309,7 @@ void Planner::cut(Candidate& c, int32_t heads, double limit, int64_t base_slots)
       int64_t more = t.leaf_end - t.leaf_begin;
       if (t.first && !pr->pairwise) more -= runs[0].leaf_end - runs[0].leaf_begin - 1;
       more *= t.queries();
-      if (runs.size() > 1 && c.slots + more - whole_slots(t) <= pr->max_slots) {
+      if (runs.size() > 1 && c.slots + more - whole_slots(t) <= room) {
         c.slots += more - whole_slots(t);
         c.cuts += 1;
       } else {
@@ -305,18 +323,19 @@ void Planner::cut(Candidate& c, int32_t heads, double limit, int64_t base_slots)
 
 // 4. Cost and assign.
 
-double Planner::unit_cost(const Tile& t, const Run& run) const {
+double Planner::unit_cost(const Crew& crew, const Tile& t, const Run& run) const {
+  const attnrt_crew& cost = *crew.traits;
   const double rows = double(t.queries() * pr->group), size = double(int64_t(run.kv_end) - run.kv_begin);
-  return tr->fixed + tr->alpha * rows + tr->beta * size + tr->beta_rows * rows * size;
+  return cost.fixed + cost.alpha * rows + cost.beta * size + cost.beta_rows * rows * size;
 }
 
-void Planner::make_items(Candidate& c, int32_t heads, double limit, int64_t base_slots) {
-  cut(c, heads, limit, base_slots);
+void Planner::make_items(const Crew& crew, Candidate& c, int32_t heads, double limit) {
+  cut(crew, c, heads, limit);
   c.heads = heads;
   size_t n = 0;
-  for (size_t i = 0; i < tiles.size(); ++i) {
-    const size_t ranges = size_t(tiles[i].heads() == 1 ? 1 : pr->num_kv_heads / heads);
-    n += c.cuts ? size_t(c.run_begin[i + 1] - c.run_begin[i]) * ranges : ranges;
+  for (size_t i = crew.begin; i < crew.end; ++i) {
+    const size_t ranges = size_t(tiles[i].heads() == 1 ? 1 : pr->num_kv_heads / heads), at = i - crew.begin;
+    n += c.cuts ? size_t(c.run_begin[at + 1] - c.run_begin[at]) * ranges : ranges;
   }
   Item* items = c.items.need(n);
   double* costs = c.costs.need(n);
@@ -327,26 +346,36 @@ void Planner::make_items(Candidate& c, int32_t heads, double limit, int64_t base
     total += cost;
     longest = std::max(longest, cost);
   };
-  for (size_t i = 0; i < tiles.size(); ++i) {
+  for (size_t i = crew.begin; i < crew.end; ++i) {
     const Tile& t = tiles[i];
     const int32_t step = std::min(heads, t.heads());
     for (int32_t head = t.head_begin; head < t.head_end; head += step) {
-      each_run(c, i, [&](const Run& run, int32_t r) { add(i, r, head, step * (c.cuts ? unit_cost(t, run) : t.cost)); });
+      each_run(crew, c, i,
+               [&](const Run& run, int32_t r) { add(i, r, head, step * (c.cuts ? unit_cost(crew, t, run) : t.cost)); });
     }
   }
   c.count = n;
   c.longest = longest;
-  c.mean = total / tr->num_workers;
+  c.mean = total / crew.traits->num_workers;
 }
 
-void Planner::assign_lpt(Candidate& c) {
-  c.makespan = longest_first.assign(c.costs.get(), c.count, tr->num_workers);
-  deal(c, longest_first.order(), longest_first.worker_of());
+void Planner::assign_lpt(const Crew& crew, Candidate& c) {
+  int32_t* sections = nullptr;
+  if (crew.traits->section) {
+    sections = section_of.need(c.count);
+    for (size_t i = 0; i < c.count; ++i) {
+      const Item& item = c.items.get()[i];
+      const Tile& t = tiles[size_t(item.tile)];
+      sections[i] = int32_t((t.before + item.head * t.list_keys) / crew.traits->section);
+    }
+  }
+  c.makespan = longest_first.assign(c.costs.get(), sections, c.count, crew.traits->num_workers);
+  deal(crew, c, longest_first.order(), longest_first.worker_of());
 }
 
 // Items to their workers' ranges, in the order given (null: by id); worker_at says whose each is.
-void Planner::deal(Candidate& c, const int32_t* in_order, const int32_t* worker_at) {
-  const size_t n = c.count, workers = size_t(tr->num_workers);
+void Planner::deal(const Crew& crew, Candidate& c, const int32_t* in_order, const int32_t* worker_at) {
+  const size_t n = c.count, workers = size_t(crew.traits->num_workers);
   at_worker.assign(workers, 0);
   for (size_t i = 0; i < n; ++i) at_worker[size_t(worker_at[i])] += 1;
   c.worker_indptr.resize(workers + 1);
@@ -361,75 +390,115 @@ void Planner::deal(Candidate& c, const int32_t* in_order, const int32_t* worker_
   for (size_t i = 0; i < n; ++i) order[at_worker[size_t(worker_at[i])]++] = in_order ? in_order[i] : int32_t(i);
 }
 
-void Planner::assign_to(Candidate& c, bool by_request) {
+void Planner::assign_to(const Crew& crew, Candidate& c, bool by_request) {
+  const int32_t workers = crew.traits->num_workers;
   int32_t* worker_at = worker_of.need(c.count);
   for (size_t i = 0; i < c.count; ++i) {
     const Tile& t = tiles[size_t(c.items.get()[i].tile)];
-    worker_at[i] = int32_t((by_request ? int64_t(pr->part[t.part].request[t.q_begin]) : int64_t(i)) % tr->num_workers);
+    worker_at[i] = int32_t((by_request ? int64_t(pr->part[t.part].request[t.q_begin]) : int64_t(i)) % workers);
   }
-  deal(c, nullptr, worker_at);
+  deal(crew, c, nullptr, worker_at);
   c.makespan = 0.0;  // one candidate only: nobody asks
 }
 
 // 5. Fewer and fewer heads per item, then shorter runs; keep the best.
 
-bool Planner::best_candidate(int64_t& needed) {
-  int64_t base_slots = 0, total = 0;
-  for (Tile& t : tiles) {
-    t.cost = unit_cost(t, t);
-    t.slot = kDirect, t.fold = 1;
-    if (!is_direct(t, 1)) {
-      t.slot = int32_t(base_slots);
-      t.fold = t.first && !pr->pairwise;
-      base_slots += whole_slots(t);
+// Who takes which tiles, and how many partial slots they need before any cut. false: there are not so many.
+bool Planner::form_crews(int64_t& needed) {
+  size_t split = tiles.size();
+  if (tr->num_crews > 1) {
+    const auto mine = [this](const Tile& t) { return t.klass < tr->first_class; };
+    split = size_t(std::stable_partition(tiles.begin(), tiles.end(), mine) - tiles.begin());
+  }
+  needed = 0;
+  for (int k = 0; k < tr->num_crews; ++k) {
+    Crew& crew = crews[k];
+    crew.traits = &tr->crews[k];
+    crew.begin = k ? split : 0;
+    crew.end = k ? tiles.size() : split;
+    crew.base_slots = 0;
+    for (size_t i = crew.begin; i < crew.end; ++i) {
+      Tile& t = tiles[i];
+      t.slot = kDirect, t.fold = 1;
+      if (is_direct(t, 1)) continue;
+      t.slot = 0, t.fold = t.first && !pr->pairwise;
+      crew.base_slots += whole_slots(t);
+    }
+    needed += crew.base_slots;
+    if (crew.traits->section) find_sections(crew);
+  }
+  return needed <= pr->max_slots;
+}
+
+// Lists lie one after the other: how many keys come before each tile's.
+void Planner::find_sections(const Crew& crew) {
+  int64_t before = 0;
+  for (size_t i = crew.begin; i < crew.end;) {
+    size_t end = i;
+    int32_t low = tiles[i].kv_begin, high = tiles[i].kv_end;
+    for (; end < crew.end && tiles[end].part == tiles[i].part && tiles[end].row == tiles[i].row; ++end) {
+      low = std::min(low, tiles[end].kv_begin), high = std::max(high, tiles[end].kv_end);
+    }
+    for (size_t j = i; j < end; ++j) tiles[j].before = before, tiles[j].list_keys = int64_t(high) - low;
+    before += (int64_t(high) - low) * pr->num_kv_heads;
+    i = end;
+  }
+}
+
+void Planner::best_candidate(Crew& crew) {
+  int64_t total = 0, slot = crew.first_slot;
+  for (size_t i = crew.begin; i < crew.end; ++i) {
+    Tile& t = tiles[i];
+    t.cost = unit_cost(crew, t, t);
+    if (t.slot != kDirect) {
+      t.slot = int32_t(slot);
+      slot += whole_slots(t);
     }
     total += t.keys() * t.heads();
   }
-  if (base_slots > pr->max_slots) {
-    needed = base_slots;
-    return false;
-  }
+  const int32_t workers = crew.traits->num_workers;
   const bool lpt = pr->mode == 0;
-  const double limit = lpt ? double(total) / tr->num_workers : std::numeric_limits<double>::infinity();
+  const double limit = lpt ? double(total) / workers : std::numeric_limits<double>::infinity();
   const int32_t heads = pr->num_kv_heads, most = lpt && tr->split_heads ? heads : 1;
-  best = nullptr;
-  next = &pool[0];
+  const bool one_head = most > 1 && crew.traits->section && crew.begin < crew.end;
+  crew.best = nullptr;
+  crew.next = &crew.pool[0];
   int32_t width = heads;
-  for (int32_t n = 1; n <= most; ++n) {
+  for (int32_t n = one_head ? most : 1; n <= most; ++n) {
     if (heads % n) continue;
     width = heads / n;
-    Candidate& c = *next;
-    make_items(c, width, limit, base_slots);
+    Candidate& c = *crew.next;
+    make_items(crew, c, width, limit);
     if (n < most && c.longest > kGoodBalance * c.mean) continue;
     if (lpt)
-      assign_lpt(c);
+      assign_lpt(crew, c);
     else
-      assign_to(c, pr->mode == 2);
-    keep_if_better(c);
+      assign_to(crew, c, pr->mode == 2);
+    keep_if_better(crew, c);
     if (!c.cuts && c.makespan <= kGoodBalance * c.mean) break;
-    if (int64_t(c.count) >= kManyItems * tr->num_workers) break;
+    if (int64_t(c.count) >= kManyItems * workers) break;
   }
-  size_t count = best->count;
+  size_t count = crew.best->count;
   for (const double finer : {2.0, 4.0, 8.0}) {
-    const bool many = int64_t(count) >= 4 * kManyItems * tr->num_workers;
-    if (!lpt || best->makespan <= kBadBalance * best->mean || many) break;
-    make_items(*next, width, limit / finer, base_slots);
-    if (next->count <= count) continue;
-    count = next->count;
-    assign_lpt(*next);
-    keep_if_better(*next);
+    const bool many = int64_t(count) >= 4 * kManyItems * workers;
+    if (!lpt || crew.best->makespan <= kBadBalance * crew.best->mean || many) break;
+    Candidate& c = *crew.next;
+    make_items(crew, c, width, limit / finer);
+    if (c.count <= count) continue;
+    count = c.count;
+    assign_lpt(crew, c);
+    keep_if_better(crew, c);
   }
-  return true;
 }
 
 // Keep `next` as the best, and write the coming candidate over the one that lost.
-void Planner::keep_if_better(Candidate& c) {
-  const auto score = [this](const Candidate& one) {
-    return one.makespan + (one.cuts ? tr->fixed * pr->num_kv_heads : 0.0);
+void Planner::keep_if_better(Crew& crew, Candidate& c) {
+  const auto score = [&](const Candidate& one) {
+    return one.makespan + (one.cuts ? crew.traits->fixed * pr->num_kv_heads : 0.0);
   };
-  if (best && !(score(c) < score(*best))) return;
-  best = &c;
-  next = best == &pool[0] ? &pool[1] : &pool[0];
+  if (crew.best && !(score(c) < score(*crew.best))) return;
+  crew.best = &c;
+  crew.next = crew.best == &crew.pool[0] ? &crew.pool[1] : &crew.pool[0];
 }
 
 // 6. Rows that merge.
@@ -438,7 +507,7 @@ void Planner::merges() {
   num_merges = num_entries = 0;
   const size_t cells = size_t(pr->num_rows) * size_t(units);
   merge_rows.need(cells * kMergeFields);
-  if (best->slots == 0 && pr->num_parts == 1 && units == 1 && !pr->part[0].qo_index) {
+  if (slots == 0 && pr->num_parts == 1 && units == 1 && !pr->part[0].qo_index) {
     for (int64_t row = pr->part[0].qo_indptr[pr->part[0].num_rows]; row < pr->num_rows; ++row) {
       const int32_t entry[kMergeFields] = {int32_t(row), 0, pr->num_kv_heads, 0, 0};
       std::memcpy(merge_rows.get() + kMergeFields * num_merges++, entry, sizeof entry);
@@ -447,12 +516,11 @@ void Planner::merges() {
   }
   done.assign(cells, 0);
   state_end.assign(cells + 1, 0);
-  const Candidate& c = *best;
-  for (size_t i = 0; i < tiles.size(); ++i) {
+  each_tile([&](const Crew& crew, size_t i) {
     const Tile& t = tiles[i];
     int64_t states_here = 0;
     bool direct = false;
-    each_run(c, i, [&](const Run& run, int32_t) {
+    each_run(crew, *crew.best, i, [&](const Run& run, int32_t) {
       direct = direct || run.slot == kDirect;
       if (run.slot != kDirect) states_here += run.fold ? 1 : run.leaf_end - run.leaf_begin;
     });
@@ -462,14 +530,14 @@ void Planner::merges() {
       is_done[cell] |= uint8_t(direct);
       next_end[cell] += states_here;
     });
-  }
+  });
   for (size_t i = 0; i < cells; ++i) state_end[i + 1] += state_end[i];
   State* all = states.need(size_t(state_end[cells]));
   merge_slots.need(size_t(state_end[cells]));
   merge_leaves.need(size_t(state_end[cells]));
-  for (size_t i = 0; i < tiles.size(); ++i) {
+  each_tile([&](const Crew& crew, size_t i) {
     const Tile& t = tiles[i];
-    each_run(c, i, [&](const Run& run, int32_t) {
+    each_run(crew, *crew.best, i, [&](const Run& run, int32_t) {
       if (run.slot == kDirect) return;
       const int32_t n = run.fold ? 1 : run.leaf_end - run.leaf_begin, queries = int32_t(t.queries());
       const int32_t leaf = run.leaf_begin, slot = run.slot;
@@ -480,7 +548,7 @@ void Planner::merges() {
         ends[cell] += n;
       });
     });
-  }
+  });
   // state_end[cell] has moved to the end of the cell's states, which is where the next cell's begin.
   for (int64_t row = 0; row < pr->num_rows; ++row)
     for (int32_t unit = 0; unit < units; ++unit)
@@ -512,25 +580,32 @@ void Planner::list_row(int64_t row, int32_t unit) {
 }
 
 void Planner::take(int32_t* out) const {
-  const Candidate& c = *best;
-  for (size_t i = 0; i < c.count; ++i) {
-    const int32_t id = c.order.get()[i];
-    const Item& item = c.items.get()[id];
-    const Tile& t = tiles[size_t(item.tile)];
-    const Run& run = run_at(c, size_t(item.tile), item.run);
-    const int32_t step = std::min(t.heads(), c.heads);
-    out[0] = t.part, out[1] = t.row, out[2] = t.q_begin, out[3] = t.q_end;
-    out[4] = item.head, out[5] = item.head + step;
-    out[6] = run.kv_begin, out[7] = run.kv_end, out[8] = run.leaf_begin, out[9] = run.leaf_end;
-    out[10] = run.slot, out[11] = t.klass, out[12] = run.fold;
-    out[13] = rounded(c.costs.get()[id]);
-    out += kWorkFields;
+  for (int k = 0; k < tr->num_crews; ++k) {
+    const Candidate& c = *crews[k].best;
+    for (size_t i = 0; i < c.count; ++i) {
+      const int32_t id = c.order.get()[i];
+      const Item& item = c.items.get()[id];
+      const Tile& t = tiles[size_t(item.tile)];
+      const Run& run = run_at(c, size_t(item.tile), item.run);
+      const int32_t step = std::min(t.heads(), c.heads);
+      out[0] = t.part, out[1] = t.row, out[2] = t.q_begin, out[3] = t.q_end;
+      out[4] = item.head, out[5] = item.head + step;
+      out[6] = run.kv_begin, out[7] = run.kv_end, out[8] = run.leaf_begin, out[9] = run.leaf_end;
+      out[10] = run.slot, out[11] = t.klass, out[12] = run.fold;
+      out[13] = rounded(c.costs.get()[id]);
+      out += kWorkFields;
+    }
+  }
+  int32_t items_before = 0;
+  for (int k = 0; k < tr->num_crews; ++k) {
+    const std::vector<int32_t>& indptr = crews[k].best->worker_indptr;
+    for (size_t i = k ? 1 : 0; i < indptr.size(); ++i) *out++ = items_before + indptr[i];
+    items_before += indptr.back();
   }
   const auto put = [&out](const int32_t* from, size_t n) {
     if (n) std::memcpy(out, from, n * sizeof(int32_t));
     out += n;
   };
-  put(c.worker_indptr.data(), c.worker_indptr.size());
   put(merge_rows.get(), num_merges * kMergeFields);
   put(merge_slots.get(), num_entries);
   put(merge_leaves.get(), num_entries);

@@ -3,7 +3,7 @@
 // formats/base.py.
 
 // Raised with every change below, so that Python notices a library built before it.
-enum { ATTNRT_PLANNER_ABI = 3 };
+enum { ATTNRT_PLANNER_ABI = 4 };
 
 // One part of the index.
 typedef struct {
@@ -47,9 +47,17 @@ typedef struct {
   int64_t span_size[8];   // keys per leaf
 } attnrt_class;
 
+// Workers that share a kernel, and their costs.
 typedef struct {
   double alpha, beta, beta_rows, fixed;
+  int64_t section;  // keys times KV heads of a section, 0: none
   int32_t num_workers;
+} attnrt_crew;
+
+typedef struct {
+  attnrt_crew crews[2];
+  int32_t num_crews;
+  int32_t first_class;  // the second crew takes classes from here on
   int32_t num_classes;
   int32_t split_heads;
   attnrt_class classes[8];
@@ -111,6 +119,6 @@ int attnrt_align_take(attnrt_problem* problem, int32_t* out);
 // 2: qo_indptr, request or qo_index point outside.
 int attnrt_plan(const attnrt_problem* problem, attnrt_counts* counts);
 
-// Copy the last plan of this thread: items [items * 14], worker_indptr [num_workers + 1], merge rows [merges * 5],
+// Copy the last plan of this thread: items [items * 14], worker_indptr [workers of all crews + 1], merge rows [merges * 5],
 // slots [entries], leaves [entries], one behind the other.
 void attnrt_take(int32_t* out);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "problem.h"
 
 constexpr int32_t kDirect = -1;
 
@@ -27,6 +28,8 @@ struct Tile : Run {
   int32_t part, row, q_begin, q_end, head_begin, head_end, klass;
   bool first, whole;
   double cost;  // of one KV head, all keys
+  int64_t before,
+      list_keys;  // keys of the lists before its own, of all KV heads, and of its own; where there are sections
 
   Tile() {}  // no zeroing: every field is set
 
@@ -56,4 +59,15 @@ struct Candidate {
   int64_t slots = 0;
   int64_t cuts = 0;
   double makespan = 0.0, mean = 0.0, longest = 0.0;
+};
+
+// Workers that share a kernel: tiles begin .. end are theirs, and partial slots from first_slot on.
+struct Crew {
+  const attnrt_crew* traits = nullptr;
+  size_t begin = 0, end = 0;
+  int64_t first_slot = 0, last_slot = 0;  // one past the last that they may use
+  int64_t base_slots = 0;                 // of tiles that are not cut
+  Candidate pool[2];
+  Candidate* best = nullptr;
+  Candidate* next = nullptr;  // the other one
 };

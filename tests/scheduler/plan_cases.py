@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from attnrt.formats.base import BlockSparse, Composite, Features, Requests
-from attnrt.scheduler.base import NumericClass, Ruler, Traits
+from attnrt.scheduler.base import NumericClass, Ruler, Team, Traits
 from attnrt.scheduler.plan import make_plan
 
 
@@ -38,8 +38,8 @@ def spec(qo_heads=4, kv_heads=2, left=None, right=None, head_dim=64):
     )
 
 
-def traits(workers=3, leaf=32, q_tile=16, **more):
-    """Three classes with small leaves, so that small batches are cut."""
+def traits(workers=3, leaf=32, q_tile=16, team=None, **more):
+    """Three classes with small leaves, so that small batches are cut; ``team``: (first class, section) of a second crew."""
     rulers = (Ruler(steps=((2, leaf), (2, 2 * leaf)), tail=4 * leaf), Ruler(tail=4 * leaf), Ruler())
     classes = (
         NumericClass(name="decode", max_rows=8, kv_tile=8, q_tile=q_tile, ruler=rulers[0]),
@@ -47,6 +47,10 @@ def traits(workers=3, leaf=32, q_tile=16, **more):
         NumericClass(name="prefill", max_rows=None, kv_tile=8, q_tile=2 * q_tile, ruler=rulers[2]),
     )
     numbers = {"alpha": 1.0, "beta": 1.0, "beta_rows": 1 / 128, "fixed": 4.0, **more}
+    if team is not None:
+        first, section = team
+        own = {"num_workers": 1 + workers // 2, "beta": 1.5, "fixed": 7.0, "section": section}
+        numbers["team"] = Team(first_class=first, **own)
     return Traits(name="test", num_workers=workers, classes=classes, **numbers)
 
 
@@ -148,6 +152,7 @@ class Case:
     scheduler: str
     max_slots: int | None
     pad: int
+    team: tuple | None
 
     @property
     def index(self):
@@ -158,7 +163,10 @@ class Case:
             scheduler=self.scheduler, max_partial_slots=self.max_slots, pad_to=self.flat.num_qo + self.pad
         )
         return make_plan(
-            self.spec, self.index if index is None else index, traits(self.workers), **{**values, **more}
+            self.spec,
+            self.index if index is None else index,
+            traits(self.workers, team=self.team),
+            **{**values, **more},
         )
 
 
@@ -188,6 +196,7 @@ def cases(draw, heads=(1, 2), share=(False, True)):
         scheduler=draw(st.sampled_from(["lpt", "round_robin", "one_cta_per_request"])),
         max_slots=None if composite is not None else draw(st.sampled_from([None, 0, 3])),
         pad=draw(st.integers(0, 2)),
+        team=draw(st.sampled_from([None, (1, 0), (1, 300), (2, 64), (2, 1)])),
     )
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import plan_cases
 import pytest
@@ -230,3 +232,31 @@ def test_bad_arguments_are_named():
         make_plan(s, index, t, deterministic="token")
     token = make_plan(s, index, Traits.of("h200-token"), deterministic="token")
     assert token.deterministic == "token"
+
+
+def test_a_team_takes_its_classes_section_by_section():
+    """Items of the team's classes lie with its workers, lists of one section before those of the next, longest first inside."""
+    s = plan_cases.spec(qo_heads=8, kv_heads=4, right=0)
+    index = plan_cases.paged([1, 100, 90, 3, 120], [50, 200, 90, 77, 120])
+    machine = plan_cases.traits(2, team=(1, 500))
+    plan = make_plan(s, index, machine)
+    verify_plan(plan)
+    at, work = plan.work.worker_indptr, plan.work
+    assert len(at) == machine.all_workers + 1 == 5
+    mine, theirs = slice(0, int(at[2])), slice(int(at[2]), None)
+    assert set(work["klass"][mine].tolist()) == {0} and set(work["klass"][theirs].tolist()) == {2}
+    assert (work["head_end"] - work["head_begin"])[theirs].tolist() == [1] * len(work["klass"][theirs])
+    before = {1: 0, 2: 4 * 200, 4: 4 * 290}
+    keys = {1: 200, 2: 90, 4: 120}
+    for worker in (2, 3):
+        items = range(int(at[worker]), int(at[worker + 1]))
+        order = [
+            (
+                (before[int(work["row"][i])] + int(work["head_begin"][i]) * keys[int(work["row"][i])]) // 500,
+                -int(work["cost"][i]),
+            )
+            for i in items
+        ]
+        assert order == sorted(order) and len({section for section, _ in order}) == 4
+    flat = make_plan(s, index, replace(machine, team=replace(machine.team, section=0)))
+    assert flat.digest != plan.digest
