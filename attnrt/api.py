@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from attnrt.dispatch import features_of_plan, resolve
-from attnrt.errors import ArgumentError
+from attnrt.errors import ArgumentError, DtypeError
 from attnrt.formats.base import BlockSparse, Composite, Features
 from attnrt.runtime import Runtime
 from attnrt.scheduler import make_plan
@@ -274,9 +274,19 @@ class Attention:
 
 
 def attention(
-    q: Any, kv: Any, index: Index, spec: AttentionSpec | None = None, backend: str | Backend = "auto"
+    q: Any,
+    kv: Any,
+    index: Index,
+    spec: AttentionSpec | None = None,
+    backend: str | Backend = "auto",
+    *,
+    return_lse: bool = False,
+    sm_scale: float | None = None,
+    **variant_args: Any,
 ) -> Any:
     """One-shot attention: heads, dims and dtypes from the arrays, causal, on the arrays' device.
+
+    It compiles and plans for this call alone; an engine keeps an Attention.
 
     Parameters
     ----------
@@ -285,13 +295,14 @@ def attention(
     index : from attnrt.formats
     spec : AttentionSpec, optional
         None: read from the arrays, with ``causal()``.
+    return_lse, sm_scale, **variant_args : as in Attention.run
     """
     q_view = TensorView(q)
     if spec is None:
         spec = _spec_of(q_view, kv)
     attn = Attention(spec, backend=backend, device=q_view.device)
     attn.plan(index)
-    return attn.run(q, kv)
+    return attn.run(q, kv, return_lse=return_lse, sm_scale=sm_scale, **variant_args)
 
 
 def _spec_of(q: TensorView, kv: Any) -> AttentionSpec:
@@ -328,8 +339,12 @@ def warmup(
     limits : Limits, optional
         Checked for each spec as Workspace does; decides which kernel sets are needed.
     """
+    if isinstance(specs, AttentionSpec):
+        raise DtypeError("specs", "must be a sequence of AttentionSpec", "one AttentionSpec", "Write [spec]")
     work = []
-    for spec in specs:
+    for i, spec in enumerate(specs):
+        if not isinstance(spec, AttentionSpec):
+            raise DtypeError(f"specs[{i}]", "must be an AttentionSpec", type(spec).__name__)
         chosen, where = resolve(spec, Features(), device, backend)
         if limits is not None:
             Workspace.nbytes([spec], limits, where, backend=chosen)

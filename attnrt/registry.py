@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import threading
 from collections.abc import Callable
@@ -109,6 +110,11 @@ class Registry(Generic[T]):
                 ) from error
             self._entries[name] = found
             return found
+
+    def meant(self, name: str) -> str:
+        """``". Did you mean ...?"``, or the known names, to end an error about an unknown one."""
+        near = difflib.get_close_matches(name, self.names(), 1)
+        return f". Did you mean {near[0]!r}?" if near else f". Known: {', '.join(self.names())}"
 
     def names(self) -> tuple[str, ...]:
         """All names, sorted, those of entry points included."""

@@ -105,4 +105,4 @@ def _checked(name: str, builder: Callable[..., Index]) -> Callable[..., Index]:
 def __getattr__(name: str) -> Any:
     if not name.startswith("_") and name in registry:
         return registry.get(name)
-    raise AttributeError(f"module 'attnrt.formats' has no attribute {name!r}")
+    raise AttributeError(f"module 'attnrt.formats' has no attribute {name!r}{registry.meant(name)}")

@@ -129,6 +129,9 @@ class BlockSparse:
     max_block: int = -1
     features: Features = field(default_factory=Features)
 
+    def __repr__(self) -> str:
+        return f"BlockSparse({_counts(self)}, {self.num_rows} block rows, block_size={self.block_size}, heads={self.heads})"
+
     @property
     def num_rows(self) -> int:
         return len(self.qo_indptr) - 1
@@ -174,6 +177,9 @@ class Composite:
     parts: tuple[BlockSparse, ...]
     features: Features = field(default_factory=Features)
 
+    def __repr__(self) -> str:
+        return f"Composite({_counts(self)}, {len(self.parts)} parts)"
+
     @property
     def num_qo(self) -> int:
         return self.parts[0].num_qo
@@ -209,3 +215,8 @@ class Composite:
 
 
 Index = BlockSparse | Composite
+
+
+def _counts(index: Index) -> str:
+    """Requests, queries and keys of an index, for its repr."""
+    return f"{len(index.requests)} requests, {index.num_qo} queries, {int(index.requests.kv_lens.sum())} keys"

@@ -127,4 +127,4 @@ def names() -> tuple[str, ...]:
 def __getattr__(name: str) -> Any:
     if not name.startswith("_") and name in registry:
         return registry.get(name)
-    raise AttributeError(f"module 'attnrt.variants' has no attribute {name!r}")
+    raise AttributeError(f"module 'attnrt.variants' has no attribute {name!r}{registry.meant(name)}")

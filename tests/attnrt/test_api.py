@@ -174,6 +174,29 @@ def test_attention_reads_the_arrays(backend):
         )
 
 
+def test_attention_takes_what_run_takes(backend):
+    spec = spec_of(variant=(at.variants.causal(), at.variants.fp8_scales()))
+    batch = testing.lay_out(testing.make_case(spec, [2, 1], [9, 30], seed=4))
+    attn = at.Attention(spec, backend=backend)
+    attn.plan(batch.index)
+    given = {"return_lse": True, "sm_scale": 0.3, "k_scale": 0.5}
+    for found, want in zip(
+        at.attention(batch.q, batch.kv, batch.index, spec, backend, **given),
+        attn.run(batch.q, batch.kv, **given),
+        strict=True,
+    ):
+        assert found.tobytes() == want.tobytes()
+
+
+def test_indexes_print_in_a_line():
+    index = formats.paged([0, 1, 2], [0, 4, 8], [0, 1, 2, 3, 0, 1, 2, 4], [64, 64], 16)
+    assert (
+        repr(index)
+        == "BlockSparse(2 requests, 2 queries, 128 keys, 2 block rows, block_size=(1, 16), heads=1)"
+    )
+    assert repr(formats.share(index, min_tokens=16)) == "Composite(2 requests, 2 queries, 128 keys, 2 parts)"
+
+
 def test_attention_refuses():
     q = np.zeros((1, 4, 16), np.float32)
     index = formats.ragged([0, 1], [0, 2])
@@ -290,6 +313,9 @@ def test_prepare_and_warmup(backend):
     attn = at.Attention(spec_of(), backend=backend)
     attn.prepare(formats.ragged([0, 1], [0, 2]))
     at.warmup([spec_of(), spec_of(head_dim=32)], at.Limits(1, 1, 1), backend=backend)
+    for bad, match in ((spec_of(), "specs must be a sequence"), ([spec_of(), "spec"], r"specs\[1\] must be")):
+        with pytest.raises(at.DtypeError, match=match):
+            at.warmup(bad, backend=backend)
     with pytest.raises(at.PlanError):
         attn.run(np.zeros((1, 4, 16), np.float32), (np.zeros((2, 2, 16), np.float32),) * 2)
 

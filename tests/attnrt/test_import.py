@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import attnrt
 
 ROOT = Path(attnrt.__file__).parents[1]
@@ -48,6 +50,14 @@ def test_every_name_is_there():
         assert getattr(attnrt, name) is not None
     assert set(attnrt.__all__) <= set(dir(attnrt))
     assert not hasattr(attnrt, "no_such_name")
+    assert not {"annotations", "importlib", "Any"} & set(dir(attnrt))
+
+
+def test_unknown_builders_and_variants_say_what_was_meant():
+    with pytest.raises(AttributeError, match="Did you mean 'paged'"):
+        attnrt.formats.page  # noqa: B018
+    with pytest.raises(AttributeError, match="Known: alibi, causal"):
+        attnrt.variants.xx  # noqa: B018
 
 
 def test_root_folders_are_not_packages_of_their_own():
