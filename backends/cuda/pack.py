@@ -87,7 +87,7 @@ HEADER_POINTERS = (
 )
 HEADER = np.dtype(
     [(name, "<u8") for name in HEADER_POINTERS]
-    + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise")]
+    + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers", "box_log2")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
 LAUNCH_RUN = np.dtype(
@@ -139,7 +139,7 @@ def fast_div(divisor: int) -> tuple[int, int, int]:
 # The dtypes above say what lies where; packing goes through struct, which is an order of magnitude faster than records.
 _PAGED = struct.Struct("<QqqqqIIIi")
 _PART = struct.Struct(f"<{len(PART_POINTERS)}QIIIiii")
-_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Qiiii")
+_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q6i")
 _RULER = struct.Struct(f"<{2 * MAX_STEPS + 1}i")
 _RUN = struct.Struct("<QQqqQqqqqIIIiQqqqqIIIiQqqQqqfi")
 assert (_PAGED.size, _PART.size, _RULER.size, _RUN.size) == tuple(
@@ -190,7 +190,15 @@ def fill_header(loaded: Loaded, target: np.ndarray, rulers: bytes | None = None)
         )
     plan = loaded.plan
     pointers = [0 if view is None else view.ptr for view in _header_views(loaded)]
-    counts = (len(plan.work.worker_indptr) - 1, len(plan.merge), len(loaded.parts), plan.tree == "pairwise")
+    team = plan.traits.team
+    counts = (
+        plan.traits.num_workers,
+        len(plan.merge),
+        len(loaded.parts),
+        plan.tree == "pairwise",
+        0 if team is None else team.num_workers,
+        -1,
+    )
     buffer = target.data
     _COUNTS.pack_into(buffer, 0, *pointers, *counts)
     if rulers is None:

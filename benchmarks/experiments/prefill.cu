@@ -386,7 +386,7 @@ Result run(Bench& b, const Problem& s, const Setup& set) {
   h.worker_indptr = a.put(worker_indptr);
   h.qo_lens = a.put(qlens);
   h.kv_lens = a.put(lens);
-  h.num_workers = workers;
+  h.team_workers = workers;
   h.num_parts = 1;
   for (auto& ruler : h.rulers) ruler.tail = 1 << 30;
   p.plan = a.put(std::vector<PlanHeader>{h});

@@ -187,7 +187,7 @@ class HopperConsumer {
       c.kv_head = record().head;
       c.qo_head = c.kv_head * Config::group + (record().first + r) % Config::group;
       c.qo_len = p_.plan->qo_lens[c.request];
-      c.kv_len = p_.plan->bound_kv_lens ? p_.plan->bound_kv_lens[c.request] : p_.plan->kv_lens[c.request];
+      c.kv_len = kv_len_of(p_, c.request);
       c.kv_pos = 0;
       c.kv_slot = 0;
       row.hook = Variant::row(params_, c);
@@ -502,7 +502,7 @@ __device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef
                                               char* smem) {
   using L = HopperLayout<Config, Variant>;
   using M = HopperMeta<L>;
-  if (blockIdx.x >= p.plan->num_workers) return;
+  if (blockIdx.x >= p.plan->team_workers) return;
   if (threadIdx.x == 0) {
     M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
     for (int i = 0; i < 2; ++i) {

@@ -92,9 +92,10 @@ constexpr int hopper_smem_bytes() {
 // its rows.
 template <int kRows, int kGroup, class F>
 __device__ __forceinline__ void walk_passes(const RunParams& p, int worker, F&& f) {
-  const int end = p.plan->worker_indptr[worker + 1];
+  const int* const lists = p.plan->worker_indptr + p.plan->num_workers;
+  const int end = lists[worker + 1];
 #pragma unroll 1
-  for (int i = p.plan->worker_indptr[worker]; i < end; ++i) {
+  for (int i = lists[worker]; i < end; ++i) {
     const WorkItem& item = p.plan->work[i];
     const int rows = (item.q_end - item.q_begin) * kGroup;
 #pragma unroll 1

@@ -39,6 +39,33 @@ __device__ __forceinline__ void gather_rows(const char* src, unsigned tile, int 
   }
 }
 
+// The same, number by number, for rows that 16-byte copies cannot reach.
+template <int kColumns, int kSlab>
+__device__ __forceinline__ void gather_numbers(const char* src, unsigned tile, int row0, long long offset, int lane) {
+#pragma unroll 1
+  for (int i = 0; i < 32; ++i) {
+    const long long from = __shfl_sync(0xffffffffu, offset, i);
+    const int row = row0 + i;
+#pragma unroll 1
+    for (int d = lane * 2; d < kColumns; d += 64) {
+      const unsigned short* at = reinterpret_cast<const unsigned short*>(src) + (from == kNoRow ? 0 : from) + d;
+      const unsigned x = from == kNoRow ? 0u : at[0] | static_cast<unsigned>(at[1]) << 16;
+      ptx::st_shared(tile + d / 64 * kSlab + row * 128 + ((d / 8 ^ row) & 7) * 16 + d % 8 * 2, x);
+    }
+  }
+}
+
+// By 16-byte copies where `vectors`, else number by number: the bits are the same.
+template <int kColumns, int kSlab>
+__device__ __forceinline__ void gather_any(bool vectors, const char* src, unsigned tile, int row0, long long offset,
+                                           int lane) {
+  if (vectors) {
+    gather_rows<kColumns, kSlab>(src, tile, row0, offset, lane);
+  } else {
+    gather_numbers<kColumns, kSlab>(src, tile, row0, offset, lane);
+  }
+}
+
 template <class Config, class Variant, Loading kHow>
 class HopperLoader {
   using L = HopperLayout<Config, Variant>;
@@ -203,7 +230,7 @@ class HopperLoader {
       row.y = part.qo_pos[query] + shift;
       row.z = kDeadKey + 1;
       row.w = 0x7fffffff;
-      if (p_.plan->bound_kv_lens) request.y = p_.plan->bound_kv_lens[request.x];
+      if (p_.plan->bound_kv_lens) request.y = kv_len_of(p_, request.x);
       if constexpr (Variant::has_mask) {
         Ctx c;
         c.request = request.x;
@@ -212,7 +239,7 @@ class HopperLoader {
         c.kv_head = head;
         c.qo_head = head * Config::group + (first + r) % Config::group;
         c.qo_len = p_.plan->qo_lens[request.x];
-        c.kv_len = p_.plan->bound_kv_lens ? request.y : p_.plan->kv_lens[request.x];
+        c.kv_len = kv_len_of(p_, request.x);
         c.kv_pos = 0;
         c.kv_slot = 0;
         Variant::visible(Variant::row(params_, c), row.z, row.w);
@@ -285,10 +312,12 @@ class HopperLoader {
 
   __device__ __forceinline__ void copy_queries(const WorkItem& item, const PartDesc& part, int head, int first,
                                                int buffer, int row0, int step) const {
+    const bool vectors =
+        ((reinterpret_cast<unsigned long long>(p_.q) | (p_.q_stride_row | p_.q_stride_head) * 2) & 15) == 0;
 #pragma unroll 1
     for (int row = row0; row < L::kRows; row += step) {
-      gather_rows<L::kDim, L::kSlabQ>(p_.q, base_ + buffer * L::kBytesQ, row,
-                                      query_offset(item, part, head, first + row + lane_), lane_);
+      gather_any<L::kDim, L::kSlabQ>(vectors, p_.q, base_ + buffer * L::kBytesQ, row,
+                                     query_offset(item, part, head, first + row + lane_), lane_);
     }
   }
 
@@ -448,7 +477,8 @@ class HopperLoader {
     const int stage = t % L::kStages;
     reserve(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
     const long long from = slot < 0 ? kNoRow : slot_offset(p_.v, static_cast<unsigned>(slot), head);
-    gather_rows<L::kDimVo, L::kSlabKv>(p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV, warp_ * 32, from, lane_);
+    gather_any<L::kDimVo, L::kSlabKv>(p_.v.vectors, p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV, warp_ * 32,
+                                      from, lane_);
     issued(bar(meta_.v_full[stage]));
   }
 
@@ -462,7 +492,8 @@ class HopperLoader {
       const int stage = t % L::kStages;
       const long long from = slot < 0 ? kNoRow : slot_offset(p_.k, static_cast<unsigned>(slot), head);
       reserve(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
-      gather_rows<L::kDim, L::kSlabKv>(p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK, warp_ * 32, from, lane_);
+      gather_any<L::kDim, L::kSlabKv>(p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK, warp_ * 32,
+                                      from, lane_);
       const int4 range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
       if (lane_ == 0) meta_.range[stage][warp_] = range;
       issued(bar(meta_.k_full[stage]));

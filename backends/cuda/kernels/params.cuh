@@ -113,7 +113,9 @@ struct PlanHeader {
   int num_workers;
   int num_merges;
   int num_parts;
-  int pairwise;  // reduction tree: 0 sequential, 1 pairwise
+  int pairwise;      // reduction tree: 0 sequential, 1 pairwise
+  int team_workers;  // workers of the Hopper kernel; their lists come after those of the others
+  int box_log2;  // every list may be read in boxes of 2^box_log2 tokens that begin at multiples of it; negative: none
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };
