@@ -90,7 +90,7 @@ class Attention:
         for features in COMMON:
             if not chosen.why_not(spec, features, where):
                 self._runtime.traits(features)  # says now that a level of determinism is not to be had
-                self._runtime.compile(features)
+                self._runtime.prepare(features)
 
     @property
     def backend(self) -> str:
@@ -250,7 +250,8 @@ class Attention:
 
     def prepare(self, index: Index) -> None:
         """Compile what an index needs, so that neither plan nor run does."""
-        self._runtime.compile(features_of_plan(self.plan(index, load=False)))
+        plan = self.plan(index, load=False)
+        self._runtime.prepare(features_of_plan(plan), plan)
 
     def profile(
         self, q: Any, kv: Any, sm_scale: float | None = None, stream: Any = None, **variant_args: Any
@@ -350,5 +351,14 @@ def warmup(
             Workspace.nbytes([spec], limits, where, backend=chosen)
         work += [(chosen, spec, f, where) for f in COMMON if not chosen.why_not(spec, f, where)]
     with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(b.compile, s, f, d) for b, s, f, d in work]:
+        for done in [pool.submit(_warm, *item, limits) for item in work]:
             done.result()
+
+
+def _warm(
+    backend: Backend, spec: AttentionSpec, features: Features, device: Device, limits: Limits | None
+) -> None:
+    kernel = backend.compile(spec, features, device)
+    ahead = getattr(kernel, "prepare", None)  # some backends compile when a plan needs it
+    if ahead is not None:
+        ahead(None, limits)

@@ -107,6 +107,14 @@ class Runtime:
             found = self._kernels[features] = self.backend.compile(spec, features, self.device)
         return found
 
+    def prepare(self, features: Features, plan: Plan | None = None) -> Kernel:
+        """``compile``, and what a backend puts off until a plan needs it; without a plan: what the limits let plans need."""
+        kernel = self.compile(features)
+        ahead = getattr(kernel, "prepare", None)
+        if ahead is not None and not (plan is None and self.workspace.limits is None):
+            ahead(plan, self.workspace.limits)
+        return kernel
+
     def check_index(self, index: Index) -> None:
         """What an index must have for this spec, beyond its own checks."""
         for part in index.parts:
@@ -125,7 +133,7 @@ class Runtime:
             check_is_plan(plan)
             self.check_plan(plan)
         handle = self.ops.stream(stream)
-        kernel = self.compile(features_of_plan(plan))
+        kernel = self.prepare(features_of_plan(plan), plan)
         if not self.lock.acquire(blocking=False):
             raise _busy("load")
         try:

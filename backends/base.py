@@ -145,7 +145,8 @@ class AppendCall:
 class Kernel(Protocol):
     """Machine code for one (spec, features, device). Optional: ``pack_header`` (see Backend); ``profile(call)``, which runs a
     call and returns (worker, start_ns, stop_ns) of every item, int64 [items, 3]; ``place(name, array)``, a parameter's
-    host array where kernels can read it."""
+    host array where kernels can read it; ``prepare(plan, limits)``, which compiles what runs of a plan need (plan None: of any
+    plan within limits; both None: all) where ``compile`` puts that off."""
 
     def attend(self, call: Call) -> None:
         """Run every work item: partial states, or finished rows of out and lse."""

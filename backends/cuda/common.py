@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attnrt.backends.cuda import driver, pack, tables
 from attnrt.backends.cuda.append import APPEND, COPY, Appender
 from attnrt.backends.cuda.kernel import CudaKernel
-from attnrt.backends.cuda.render import entry_names, render
+from attnrt.backends.cuda.programs import Programs
 from attnrt.device import as_device
 from attnrt.memory import ops_of
 
@@ -83,22 +83,19 @@ class CudaBackend:
         return tables.traits_for(spec, multiprocessors, deterministic)
 
     def compile(self, spec: AttentionSpec, features: Features, device: Device) -> CudaKernel:
-        """The loaded kernels of a spec on a device."""
+        """The kernels of a spec on a device. Nothing is compiled yet: CudaKernel.prepare does, or the first run."""
         key = (spec, device.index)
         with self._lock:
             found = self._kernels.get(key)
         if found is None:
-            label = f"the kernel of {spec.composed!r}"
             ops_of(device)  # makes sure that the device's context is there
-            module = self.load(render(spec), entry_names(spec), device.index, label)
+            label, number = f"the kernel of {spec.composed!r}", device.index
+            programs = Programs(spec, lambda source, names: self.load(source, names, number, label))
             appender = Appender(
-                spec,
-                device.index,
-                lambda source: self.load(source, (APPEND, COPY), device.index, "the append kernel"),
+                spec, number, lambda source: self.load(source, (APPEND, COPY), number, "the append kernel")
             )
-            found = CudaKernel(spec, device.index, module, appender)
             with self._lock:
-                found = self._kernels.setdefault(key, found)
+                found = self._kernels.setdefault(key, CudaKernel(spec, number, programs, appender))
         return found
 
 

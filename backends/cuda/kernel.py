@@ -16,7 +16,6 @@ from attnrt.backends.cuda.render import (
     MERGE_CTAS,
     SMEM,
     THREADS,
-    entry_names,
 )
 from attnrt.backends.cuda.select import limits_decode, plan_decodes
 from attnrt.device import as_device
@@ -28,6 +27,7 @@ from attnrt.tensor import TensorView, make_view
 if TYPE_CHECKING:
     from attnrt.backends.base import AppendCall, Call, Loaded, PagedView
     from attnrt.backends.cuda.append import Appender
+    from attnrt.backends.cuda.programs import Programs
     from attnrt.layout import Limits
     from attnrt.scheduler.base import Plan
     from attnrt.spec import AttentionSpec
@@ -97,12 +97,13 @@ class Repeat:
         None: refuse a stream that is being captured.
     """
 
-    __slots__ = ("_args", "_heads", "_kernel", "_limits", "_params", "_record", "_run")
+    __slots__ = ("_args", "_heads", "_kernel", "_limits", "_names", "_params", "_record", "_run")
 
     def __init__(self, kernel: CudaKernel, call: Call, limits: Limits | None) -> None:
         ffi, lib = driver.shim()
         table = call.params.table.tobytes() or bytes(64)
         self._kernel, self._params, self._heads = kernel, call.params, call.q.shape[1]
+        self._names: tuple[str, ...] = ()
         self._limits = limits
         self._args = ffi.new("char[]", pack.fill_run(call, kernel.itemsize) + table)
         record = self._record = ffi.new("attnrt_run_t *")
@@ -111,7 +112,6 @@ class Repeat:
         record.aligned_v = pack.aligned(call.v, kernel.itemsize)
         for name, at in _RUN_OFFSETS.items():
             setattr(record, f"at_{name}", at)
-        record.num_launches = 2
         self._run = lib.attnrt_cuda_run
         self.reload(call.loaded)
 
@@ -119,9 +119,13 @@ class Repeat:
         """The same form of arrays under another loaded plan."""
         record = self._record
         driver.shim()[0].cast("uint64_t *", self._args)[0] = loaded.header.ptr  # type: ignore[union-attr]
-        for i, entry in enumerate(self._kernel.entries(loaded.plan, self._limits)):
-            record.launches[i] = entry[0]
-        for i, (most, now) in enumerate(self._kernel.grids(loaded, self._heads)):
+        kernel = self._kernel
+        names = kernel.needs(loaded.plan, self._limits)
+        if names != self._names:
+            for i, name in enumerate(names):
+                record.launches[i] = kernel.programs.entry(name)[0]
+            self._names, record.num_launches = names, len(names)
+        for i, (most, now) in zip(range(len(names)), kernel.grids(loaded, self._heads), strict=False):
             record.launches[i].grid, record.eager_grid[i] = most, now
 
     def __call__(self, addresses: tuple[int, ...], sm_scale: float, stream: int) -> None:
@@ -142,20 +146,37 @@ class Repeat:
 class CudaKernel:
     """attend, merge, append and copy_pages of one (spec, device)."""
 
-    def __init__(self, spec: AttentionSpec, device: int, module: Module, appender: Appender) -> None:
-        self.spec, self.module, self.appender = spec, module, appender
+    def __init__(self, spec: AttentionSpec, device: int, programs: Programs, appender: Appender) -> None:
+        self.spec, self.programs, self.appender = spec, programs, appender
         self.device = as_device(f"cuda:{device}")
         self._placed: dict[tuple[str, str, tuple[int, ...], bytes], TensorView] = {}
         self.itemsize = as_dtype(spec.kv_dtype).itemsize
         self.merge_grid = driver.device_attribute(device, driver.MULTIPROCESSORS) * MERGE_CTAS
         self._rulers: tuple[Any, bytes] = (None, b"")
-        self._merge = module.entry(MERGE)
-        self._attend = {name: module.entry(name) for name in entry_names(spec) if name != MERGE}
+        self._needs: tuple[Any, tuple[str, ...]] = (None, ())
 
-    def entries(self, plan: Plan, limits: Limits | None) -> tuple[Any, Any]:
-        """What a run launches, in order. A captured graph outlives its plan: with limits they choose, else the plan."""
-        decodes = plan_decodes(plan) if limits is None else limits_decode(self.spec, limits)
-        return self._attend[DECODE if decodes else ATTEND], self._merge
+    def needs(self, plan: Plan, limits: Limits | None) -> tuple[str, ...]:
+        """Kernels that runs of a plan launch, in order.
+
+        A captured graph outlives its plan: with limits they choose, else the plan.
+        """
+        if limits is not None:
+            return self.needs_of(limits)
+        if self._needs[0] is not plan:
+            names = (DECODE if plan_decodes(plan) else ATTEND, *((MERGE,) if len(plan.merge) else ()))
+            self._needs = (plan, names)
+        return self._needs[1]
+
+    def needs_of(self, limits: Limits | None) -> tuple[str, ...]:
+        """Kernels that runs of any plan within limits launch; of None: all that there are."""
+        if limits is None:
+            return self.programs.names
+        return (DECODE if limits_decode(self.spec, limits) else ATTEND, MERGE)
+
+    def prepare(self, plan: Plan | None, limits: Limits | None) -> None:
+        """Compile what a plan (None: any plan within the limits) needs, so that its runs do not."""
+        for name in self.needs_of(limits) if plan is None else self.needs(plan, limits):
+            self.programs.entry(name)
 
     def grids(self, loaded: Loaded, num_qo_heads: int) -> tuple[tuple[int, int], ...]:
         """(grid that serves every later plan within the limits, grid that this plan needs) of each entry.
@@ -188,11 +209,12 @@ class CudaKernel:
     def attend(self, call: Call) -> None:
         """Run every work item."""
         plan = call.loaded.plan
-        launch(self.entries(plan, None)[0], plan.traits.num_workers, self._arguments(call), call.stream)
+        entry = self.programs.entry(self.needs(plan, None)[0])
+        launch(entry, plan.traits.num_workers, self._arguments(call), call.stream)
 
     def merge(self, call: Call) -> None:
         """Fold and finish the rows of the merge list."""
-        launch(self._merge, self.merge_grid, self._arguments(call), call.stream)
+        launch(self.programs.entry(MERGE), self.merge_grid, self._arguments(call), call.stream)
 
     def place(self, name: str, array: np.ndarray) -> TensorView:
         """A parameter's host array on the device; equal arrays are copied once, so that a captured run finds them there."""

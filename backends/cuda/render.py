@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of one kernel: our headers flattened into one text, the printed variant, the constants, three entry points.
+"""The source of a spec's kernels: our headers flattened into one text, the printed variant, the constants, the entry points.
 
-Flattened, because NVRTC then needs no include path and the text alone is the content that a cache key has to cover.
+Flattened, because NVRTC then needs no include path and the text alone is the content that a cache key has to cover. A text may
+hold any of a spec's kernels; each is a program of its own (programs.py), so that nobody waits for one that no plan asks for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +49,12 @@ THREADS = 128
 #: CTAs of the merge kernel per multiprocessor: fixed, for a captured graph; four warps each take (row, head) pairs in turn.
 MERGE_CTAS = 4
 
+#: Fields of TileConfig that kernels read.
+_CONSTANTS = (
+    *("q_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo"),
+    *("m_blocks", "kv_tile", "stages", "q_blocks", "shared_kv"),
+)
+
 _ROOT = Path(__file__).resolve().parent
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"\s*$', re.M)
 
@@ -57,7 +66,7 @@ def _find(name: str) -> Path:
     raise FileNotFoundError(name)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def flatten(*names: str) -> str:
     """The named headers with everything they include, each once, in order of first use."""
     seen: set[str] = set()
@@ -72,18 +81,18 @@ def flatten(*names: str) -> str:
     return "\n".join(expand(name) for name in names)
 
 
-def config_text(config: TileConfig) -> str:
-    """The constants as the struct that the kernels take."""
-    dtypes = "".join(
-        f"  static constexpr Dtype {name} = Dtype::{getattr(config, name)};\n"
-        for name in ("q_type", "kv_type", "out_type")
-    )
-    numbers = "".join(
-        f"  static constexpr int {name} = {getattr(config, name)};\n"
-        for name in ("group", "head_dim", "head_dim_vo", "m_blocks", "kv_tile", "stages", "q_blocks")
-    )
-    shared = "true" if config.shared_kv else "false"
-    return f"struct Config {{\n{dtypes}{numbers}  static constexpr bool shared_kv = {shared};\n}};\n"
+def config_text(config: TileConfig, only: tuple[str, ...] | None = None) -> str:
+    """The constants (or only the named ones) as the struct that the kernels take."""
+    lines = []
+    for name in _CONSTANTS if only is None else only:
+        value = getattr(config, name)
+        if name.endswith("_type"):
+            lines.append(f"  static constexpr Dtype {name} = Dtype::{value};")
+        elif isinstance(value, bool):
+            lines.append(f"  static constexpr bool {name} = {'true' if value else 'false'};")
+        else:
+            lines.append(f"  static constexpr int {name} = {value};")
+    return "struct Config {\n" + "\n".join(lines) + "\n};\n"
 
 
 def variant_text(composed: Composed) -> str:
@@ -96,7 +105,23 @@ def waits(source: str, names: tuple[str, ...]) -> bool:
     return source.count("attnrt::wait_for_predecessors();") == len(names)
 
 
-_DECODE_TEXT = f"""
+def _attend_text(config: TileConfig) -> str:
+    return f"""
+extern "C" __device__ const int {SMEM} = {SMEM_BYTES[ATTEND]};
+
+extern "C" __global__ void __launch_bounds__({THREADS}, {config.ctas_per_sm})
+{ATTEND}(const __grid_constant__ attnrt::Launch launch) {{
+  extern __shared__ __align__(128) char smem[];
+  attnrt::prefetch_plan(launch.run.plan);
+  attnrt::wait_for_predecessors();
+  attnrt::release_dependents();
+  attnrt::Attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem).run();
+}}
+"""
+
+
+def _decode_text(config: TileConfig) -> str:
+    return f"""
 namespace attnrt {{
 typedef DecodeLayout<Config, Variant> DecodeShape;
 }}
@@ -113,40 +138,8 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {DECODE_CTAS})
 """
 
 
-def entry_names(spec: AttentionSpec) -> tuple[str, ...]:
-    """Kernels that the text of a spec holds."""
-    return (ATTEND, DECODE, MERGE) if tile_config(spec).q_blocks else (ATTEND, MERGE)
-
-
-def render(spec: AttentionSpec) -> str:
-    """CUDA C++ of the kernels of a spec; the same text for NVRTC and nvcc."""
-    config = tile_config(spec)
-    params = max(1, len(spec.composed.params))
-    decode = config.q_blocks > 0
-    headers = ("attend.cuh", "decode.cuh", "merge.cuh") if decode else ("attend.cuh", "merge.cuh")
-    return f"""{flatten(*headers)}
-{variant_text(spec.composed)}
-namespace attnrt {{
-{config_text(config)}
-struct Launch {{
-  RunParams run;
-  ParamRef params[{params}];
-}};
-{pack.layout_asserts()}
-}}  // namespace attnrt
-
-extern "C" __device__ const int {SMEM} = {SMEM_BYTES[ATTEND]};
-
-extern "C" __global__ void __launch_bounds__({THREADS}, {config.ctas_per_sm})
-{ATTEND}(const __grid_constant__ attnrt::Launch launch) {{
-  extern __shared__ __align__(128) char smem[];
-  attnrt::prefetch_plan(launch.run.plan);
-  attnrt::wait_for_predecessors();
-  attnrt::release_dependents();
-  attnrt::Attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem).run();
-}}
-
-{_DECODE_TEXT if decode else ""}
+def _merge_text(config: TileConfig) -> str:
+    return f"""
 extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
 {MERGE}(const __grid_constant__ attnrt::Launch launch) {{
   attnrt::prefetch_plan(launch.run.plan);
@@ -154,3 +147,52 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
   attnrt::Merge<attnrt::Config, attnrt::Variant>(launch.run, launch.params).run();
 }}
 """
+
+
+#: Each kernel's header and what prints its entry point.
+_KERNELS: dict[str, tuple[str, Callable[[TileConfig], str]]] = {
+    ATTEND: ("attend.cuh", _attend_text),
+    DECODE: ("decode.cuh", _decode_text),
+    MERGE: ("merge.cuh", _merge_text),
+}
+#: Constants that the merge kernel reads: a text with fewer is the same for more specs, and is compiled once for them all.
+_MERGE_CONSTANTS = ("out_type", "group", "head_dim_vo")
+
+
+def entry_names(spec: AttentionSpec) -> tuple[str, ...]:
+    """Kernels that a spec has."""
+    return (ATTEND, DECODE, MERGE) if tile_config(spec).q_blocks else (ATTEND, MERGE)
+
+
+def _finishing(composed: Composed) -> Composed:
+    """What the merge kernel reads of a variant: whether states are a softmax's, the sink, the output hook."""
+    reads = composed.sink is not None or composed.output is not None
+    dropped = dict.fromkeys(("logits", "low", "high", "mask", "query", "key_map", "value"))
+    return dataclasses.replace(
+        composed,
+        **dropped,  # type: ignore[arg-type]
+        params=composed.params if reads else (),
+        texts=tuple(text for text in composed.texts if text.hook == "output"),
+        reads_index_mask=False,
+    )
+
+
+def render(spec: AttentionSpec, *names: str) -> str:
+    """CUDA C++ of the named kernels of a spec (of all that it has, if none is named); the same text for NVRTC and nvcc."""
+    config, composed = tile_config(spec), spec.composed
+    names = names or entry_names(spec)
+    constants = config_text(config)
+    if names == (MERGE,):
+        composed, constants = _finishing(composed), config_text(config, _MERGE_CONSTANTS)
+    entries = "".join(_KERNELS[name][1](config) for name in names)
+    return f"""{flatten(*(_KERNELS[name][0] for name in names))}
+{variant_text(composed)}
+namespace attnrt {{
+{constants}
+struct Launch {{
+  RunParams run;
+  ParamRef params[{max(1, len(composed.params))}];
+}};
+{pack.layout_asserts()}
+}}  // namespace attnrt
+{entries}"""

@@ -55,12 +55,15 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_registers_and_spills(name, arch):
     s = spec(**SPECS[name])
-    source = render(s)
-    assert waits(source, entry_names(s))
-    code, log = nvrtc.compile_source(source, arch, name)
-    assert code.startswith(b"\x7fELF")
-    found = nvrtc.resources(log)
-    assert set(entry_names(s)) <= set(found), log
+    found, logs = {}, ""
+    for kernel in entry_names(s):
+        source = render(s, kernel)
+        assert waits(source, (kernel,))
+        code, log = nvrtc.compile_source(source, arch, name)
+        assert code.startswith(b"\x7fELF")
+        assert set(nvrtc.resources(log)) == {kernel}, log
+        found |= nvrtc.resources(log)
+        logs += log
     for kernel, used in found.items():
         assert used.spilled == 0, f"{kernel}: {used}"
     assert found[ATTEND].stack == 0
@@ -69,7 +72,7 @@ def test_registers_and_spills(name, arch):
     if DECODE in found:
         assert found[DECODE].stack == 0
         assert found[DECODE].registers * THREADS * DECODE_CTAS <= REGISTERS
-    assert not nvrtc.warnings_of(log), log
+    assert not nvrtc.warnings_of(logs), logs
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -99,7 +102,7 @@ def test_errors_in_a_users_text(name):
     text, message = BAD[name]
     s = spec(head_dim=64, variant=(v.causal(), v.cpp("own", logits=text)))
     with pytest.raises(CompileError, match=message) as caught:
-        nvrtc.compile_source(render(s), "sm_90a", "the kernel of own")
+        nvrtc.compile_source(render(s, DECODE), "sm_90a", "the kernel of own")
     assert caught.value.line == (2 if name == "second line" else 1)
     assert message in caught.value.log and "own" in caught.value.log
 
@@ -107,5 +110,27 @@ def test_errors_in_a_users_text(name):
 def test_the_rendered_text_is_the_key():
     """Values of parameters and the layout are data; hooks, dtypes and dims are code."""
     same = [spec(variant=v.sliding_window(n), kv_layout=layout) for n, layout in ((5, "NHD"), (700, "HND"))]
-    assert render(same[0]) == render(same[1])
-    assert len({render(spec(**SPECS[name])) for name in SPECS}) == len(SPECS)
+    for kernel in (ATTEND, DECODE, MERGE):
+        assert render(same[0], kernel) == render(same[1], kernel)
+    assert len({render(spec(**SPECS[name]), ATTEND) for name in SPECS}) == len(SPECS)
+
+
+def test_the_merge_is_compiled_once_for_all_logits():
+    """Its text holds no more of a spec than it reads."""
+    plain = render(spec(), MERGE)
+    for change in (
+        {"variant": (v.rope(64), v.sliding_window(9), v.softcap(20.0), v.alibi(), v.custom_mask())},
+        {"variant": v.cpp("own", logits="s * 2.0f", params={"x": 1.0})},
+        {"kv_dtype": "float8_e5m2", "variant": v.causal()},
+        {"head_dim": 192, "head_dim_vo": 128},
+    ):
+        assert render(spec(**change), MERGE) == plain, change
+    for change in (
+        {"variant": v.sink_logits(-1.0)},
+        {"variant": v.sigmoid()},
+        {"variant": v.cpp("own", output="o * 2.0f")},
+        {"out_dtype": "float32"},
+        {"head_dim": 64},
+        {"num_kv_heads": 4},
+    ):
+        assert render(spec(**change), MERGE) != plain, change

@@ -39,6 +39,44 @@ assert [line.split()[2] for line in lines] == ["attnrt_attend", "attnrt_merge"],
 """)
 
 
+def test_a_program_is_compiled_when_a_plan_needs_it(fake):
+    """Never inside a run; with limits, which may be captured, all that any plan within them needs, and ahead."""
+    fake("""
+s = spec()
+asked = []
+load = Fake.load
+def watch(self, source, names, device, label):
+    asked.extend(names)
+    return load(self, source, names, device, label)
+Fake.load = watch
+def new(**options):
+    cuda._kernels.clear()
+    asked.clear()
+    return at.Attention(s, backend=cuda, **options)
+q, kv, out, lse = arrays(s, 4, pages=512)
+attn = new()
+assert asked == []
+decode, mixed, cut = paged((1, 1, 1, 1), (40, 70, 3, 9)), paged(), paged((2, 2), (900, 70))
+order = ["attnrt_decode", "attnrt_merge", "attnrt_attend"]
+for index, count in ((decode, 1), (cut, 2), (mixed, 3), (decode, 3), (cut, 3)):
+    attn.plan(index)
+    assert asked == order[:count], (asked, count)
+    attn.run(q, kv, out=out, lse=lse)
+    assert asked == order[:count]
+new().prepare(cut)
+assert asked == ["attnrt_decode", "attnrt_merge"]
+for limits, kernel in ((at.Limits(8, 32, 256), "attnrt_attend"), (at.Limits(8, 16, 256), "attnrt_decode")):
+    attn = new(limits=limits)
+    assert asked == [kernel, "attnrt_merge"], asked
+    attn.plan(decode)
+    assert len(asked) == 2
+cuda._kernels.clear()
+asked.clear()
+at.warmup([s], backend=cuda)
+assert sorted(asked) == ["attnrt_attend", "attnrt_decode", "attnrt_merge"]
+""")
+
+
 def test_a_run_on_another_stream_waits_for_the_load(fake):
     fake("""
 s = spec()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A spec's kernels on a device as programs: texts that are compiled and loaded one by one, when a plan first needs them.
+
+A compiler takes two seconds for all kernels of a spec, and a plan needs one or two of them: who brings a variant that nobody has
+seen waits for those alone. The merge kernel's text leaves out all that it does not read of a variant (render.py), so that it is
+in the cache as soon as any variant of those dims has been merged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attnrt.backends.cuda.render import entry_names, render
+
+if TYPE_CHECKING:
+    from attnrt.backends.cuda.kernel import Module
+    from attnrt.spec import AttentionSpec
+
+__all__ = ["Programs"]
+
+
+class Programs:
+    """The programs of one (spec, device); each holds one kernel.
+
+    Parameters
+    ----------
+    spec : AttentionSpec
+    load : callable (source, names) -> Module
+        Compiles a text with these kernels (or finds it in the cache) and loads it.
+    """
+
+    def __init__(self, spec: AttentionSpec, load: Callable[[str, tuple[str, ...]], Module]) -> None:
+        self.spec, self._load = spec, load
+        self.names = entry_names(spec)
+        self._entries: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def entry(self, name: str) -> Any:
+        """attnrt_launch_t of a kernel, without its grid; compiles if it is not there yet.
+
+        Raises
+        ------
+        CompileError
+        """
+        found = self._entries.get(name)
+        if found is None:
+            with self._lock:  # NVRTC compiles one text at a time in any case
+                found = self._entries.get(name)
+                if found is None:
+                    module = self._load(render(self.spec, name), (name,))
+                    found = self._entries[name] = module.entry(name)
+        return found
