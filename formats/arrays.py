@@ -162,6 +162,14 @@ def largest(name: str, array: np.ndarray, *, holes: bool = False) -> int:
     return high
 
 
+def block_ids(name: str, x: Any, count: int, of: str) -> tuple[Any, int]:
+    """(ids, largest) of a flat list of ``count`` block ids; a device array is bound, and its largest is -1."""
+    if is_device(x):
+        return bound_array(name, x, at_least=count), -1
+    ids = host_ints(name, x, length=count, of=of)
+    return ids, largest(name, ids, holes=True)
+
+
 def lens_of(name: str, indptr: np.ndarray) -> tuple[np.ndarray, int]:
     """Frozen lengths between the entries of a monotone indptr, and the longest.
 

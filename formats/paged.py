@@ -11,7 +11,7 @@ from attnrt import checks
 from attnrt.errors import ArgumentError
 from attnrt.formats.arrays import (
     INT_MAX,
-    bound_array,
+    block_ids,
     flat_bound,
     frozen,
     host_ints,
@@ -94,13 +94,7 @@ def paged(
     )
     _check_room(lens, pages, most, size, "kv_lens" if bound is None else "max_kv_lens")
     requests, queries = read_queries(qo_indptr, lens, bound, qo_pos, longest)
-    total = indptr.item(-1)
-    on_device = is_device(kv_indices)
-    if on_device:
-        indices, top = bound_array("kv_indices", kv_indices, at_least=total), -1
-    else:
-        indices = host_ints("kv_indices", kv_indices, length=total, of="kv_indptr[-1]")
-        top = largest("kv_indices", indices, holes=True)
+    indices, top = block_ids("kv_indices", kv_indices, indptr.item(-1), "kv_indptr[-1]")
     return _paged_index(requests, queries, indptr=indptr, indices=indices, size=size, top=top, kv_pos=kv_pos)
 
 

@@ -12,7 +12,7 @@ from attnrt import checks
 from attnrt.errors import ArgumentError
 from attnrt.formats.arrays import (
     INT_MAX,
-    bound_array,
+    block_ids,
     flat_bound,
     frozen,
     host_ints,
@@ -164,12 +164,7 @@ def token_sparse(
     else:
         lens, longest, _ = read_kv_lens(kv_lens, None, n)
     requests, queries = read_queries(qo_indptr, lens, None, qo_pos, longest)
-    on_device = is_device(slots)
-    if on_device:
-        ids, top = bound_array("slots", slots, at_least=total), -1
-    else:
-        ids = host_ints("slots", slots, length=total, of="kv_indptr[-1]")
-        top = largest("slots", ids, holes=True)
+    ids, top = block_ids("slots", slots, total, "kv_indptr[-1]")
     return BlockSparse(
         block_size=(queries.longest or 1, 1),
         num_qo=queries.count,
@@ -185,7 +180,7 @@ def token_sparse(
         kv_end=counts,
         kv_offset=zeros(n),
         max_block=top,
-        features=Features(block_pos=where is not None, bound_indices=on_device),
+        features=Features(block_pos=where is not None, bound_indices=is_device(slots)),
     )
 
 

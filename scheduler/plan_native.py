@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from attnrt.errors import LimitError, PlanError
-from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS, MergeList, Traits, WorkList
+from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS, MergeList, Team, Traits, WorkList
 from attnrt.scheduler.problem import FAR, visible_range
 from attnrt.scheduler.values import twin
 
@@ -101,7 +101,8 @@ def _traits_struct(traits: Traits) -> Any:
         return kept[1]
     struct = ffi.new("attnrt_traits *")
     team = traits.team
-    for crew, out in zip((traits,) if team is None else (traits, team), struct.crews, strict=False):
+    crews: tuple[Traits | Team, ...] = (traits,) if team is None else (traits, team)
+    for crew, out in zip(crews, struct.crews, strict=False):
         out.alpha, out.beta, out.beta_rows, out.fixed = crew.alpha, crew.beta, crew.beta_rows, crew.fixed
         out.num_workers = crew.num_workers
     struct.num_crews, struct.first_class = 1, len(traits.classes)
