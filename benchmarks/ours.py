@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attnrt as a provider: with limits, as an engine that captures graphs runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from cases import CAP, THETA, WINDOW, Case, Shape
+from harness import Ready
+
+import attnrt as at
+
+__all__ = ["Ours", "OursFlat", "OursHND", "OursPagesNHD", "spec_of", "warm"]
+
+BACKEND, DEVICE = "nvrtc", "cuda"
+
+
+@at.variants.logits
+def _bent(score: Any, ctx: Any) -> Any:
+    """A hook that no library ships."""
+    return score + 0.01 * score * score
+
+
+def variant_of(shape: Shape) -> Any:
+    """The shape's variant as attnrt writes it."""
+    causal = at.variants.causal()
+    found: dict[str, Any] = {
+        "causal": causal,
+        "full": at.variants.full(),
+        "softcap": (causal, at.variants.softcap(CAP)),
+        "window": (causal, at.variants.sliding_window(WINDOW - 1)),
+        "alibi": (causal, at.variants.alibi()),
+        "rope": (causal, at.variants.rope(shape.head_dim, THETA)),
+        "sigmoid": (causal, at.variants.sigmoid(bias=-math.log(max(shape.kv)))),
+        "traced": (causal, _bent),
+        "twin": (causal, at.variants.cpp("twin", logits="s + 0.01f * s * s")),
+        "custom": at.variants.custom_mask(),
+        "tree": at.variants.custom_mask(),
+        "blocks": at.variants.full(),
+    }
+    return found[shape.variant]
+
+
+def spec_of(shape: Shape, kv_layout: str = "NHD") -> at.AttentionSpec:
+    """The static part of a shape."""
+    return at.AttentionSpec(
+        num_qo_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_vo=shape.dim_vo,
+        q_dtype="bfloat16",
+        kv_dtype=shape.kv_dtype,
+        variant=variant_of(shape),
+        kv_layout=kv_layout,
+    )
+
+
+def warm(shapes: Sequence[Shape], kv_layout: str = "NHD") -> None:
+    """Compile what the shapes need in parallel, so that no case waits for the compiler; what fails does so again in its case."""
+
+    def one(spec: at.AttentionSpec) -> None:
+        with contextlib.suppress(at.AttnrtError):
+            at.warmup([spec], backend=BACKEND, device=DEVICE)
+
+    # One spec for each text that is compiled: numbers of heads and defaults of parameters are data.
+    specs = {
+        (s.heads // s.kv_heads, s.head_dim, s.dim_vo, s.kv_dtype, s.variant): spec_of(s, kv_layout)
+        for s in shapes
+    }
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, specs.values()))
+
+
+def flat_index(case: Case) -> Any:
+    """The shape's own layout: pages, contiguous, pages of each head, blocks, with its mask."""
+    shape = case.shape
+    if shape.variant == "blocks":
+        starts = np.concatenate([[0], np.cumsum(case.blocks.sum(1))]).astype(np.int32)
+        columns = np.nonzero(case.blocks)[1].astype(np.int32)
+        return at.formats.bsr(starts, columns, (shape.block, shape.block), num_cols=shape.kv[0])
+    if shape.per_head:
+        pages = np.stack(
+            [
+                case.pages[case.indptr[r] : case.indptr[r + 1]][chosen]
+                for r, chosen in enumerate(case.head_pages)
+            ]
+        ).astype(np.int32)
+        counts = np.full(pages.shape[:2], shape.per_head, np.int32)
+        return at.formats.pages_per_head(
+            case.qo_indptr, pages, counts, case.lens, case.page, kv_pos=case.head_pages * np.int32(case.page)
+        )
+    if not case.page:
+        index = at.formats.ragged(case.qo_indptr, case.indptr)
+    else:
+        index = at.formats.paged(case.qo_indptr, case.indptr, case.pages, case.lens, page_size=case.page)
+    if shape.variant == "tree":
+        return at.formats.tree(index, np.concatenate(case.parents))
+    if shape.variant == "custom":
+        return at.formats.tree(index, mask=case.masks)
+    return index
+
+
+def limits_of(index: Any, case: Case) -> at.Limits:
+    """A promise that holds this index and its like."""
+    parts = getattr(index, "parts", (index,))
+    listed = sum(0 if p.indices is None else len(p.indices) for p in parts)
+    bits = sum(0 if p.mask is None else p.mask.nbytes for p in parts)
+    more, masked = 0, 0
+    if (
+        len(parts) > 1
+    ):  # the leaves across the cuts, of at most 4096 keys, in single tokens and with mask bits
+        more, masked = 4096 * len(case.lens), 512 * len(case.q) if bits else 0
+    return at.Limits(
+        len(case.lens), len(case.q), listed + more, max_parts=len(parts), max_mask_bytes=bits + masked
+    )
+
+
+class Ours:
+    """attnrt in its default mode, or another.
+
+    Parameters
+    ----------
+    mode : {"batch", "run"}
+        ``deterministic=``.
+    share : bool
+        Common prefixes are found by page ids and read once.
+    """
+
+    kv_layout = "NHD"
+
+    def __init__(self, mode: str = "batch", share: bool = True) -> None:
+        self.mode, self.share = mode, share
+        self.name = "attnrt" if mode == "batch" else f"attnrt ({mode})"
+
+    def version(self) -> str:
+        return at.__version__
+
+    def index(self, case: Case) -> Any:
+        found = flat_index(case)
+        return at.formats.share(found) if self.share and case.shape.prefix else found
+
+    def kv(self, case: Case) -> tuple[Any, Any]:
+        return case.k, case.v
+
+    def prepare(self, case: Case) -> Ready:
+        index = self.index(case)
+        attn = at.Attention(
+            spec_of(case.shape, self.kv_layout),
+            backend=BACKEND,
+            device=DEVICE,
+            limits=limits_of(index, case),
+            deterministic=self.mode,
+        )
+        attn.plan(index)
+        out, kv = case.q.new_empty(len(case.q), case.heads, case.shape.dim_vo), self.kv(case)
+        return Ready(run=lambda: attn.run(case.q, kv, out=out), out=out, keep=(attn, kv))
+
+
+class OursFlat(Ours):
+    """The same without looking for common prefixes."""
+
+    def __init__(self) -> None:
+        super().__init__(share=False)
+        self.name = "attnrt (flat)"
+
+
+class OursHND(Ours):
+    """A page holds head after head, so that a head's page is contiguous."""
+
+    kv_layout = "HND"
+
+    def kv(self, case: Case) -> tuple[Any, Any]:
+        return tuple(x.transpose(1, 2).contiguous() for x in (case.k, case.v))  # type: ignore[return-value]
+
+
+class OursPagesNHD(Ours):
+    """Pages of each head, heads of a token beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "attnrt (NHD)"

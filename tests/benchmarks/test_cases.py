@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes, data and the float64 reference of the tables, and the whole way through on the CPU backend with a clock that lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import decode
+import harness
+import mixed
+import numpy as np
+import ours
+import prefill
+import prefix
+import pytest
+import report
+import sparse
+import torch
+from cases import Case, Shape
+
+SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+VARIANTS = ("causal", "full", "softcap", "window", "alibi", "rope", "sigmoid", "traced", "custom")
+
+
+class Lying:
+    """A clock without a GPU: every time is ``us``, every kernel has ``name``."""
+
+    def __init__(self, us: float = 1e6, name: str = "attnrt_decode") -> None:
+        self.us, self.name = us, name
+
+    def median(self, run: Callable[[], Any]) -> float:
+        run()
+        return self.us
+
+    def kernels(self, run: Callable[[], Any]) -> list[str]:
+        run()
+        return [self.name]
+
+    def captured(self, run: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+        return run, run()
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "BACKEND", "cpu")
+    monkeypatch.setattr(ours, "DEVICE", "cpu")
+    monkeypatch.setattr(cases, "WINDOW", 24)
+    monkeypatch.setattr(ours, "WINDOW", 24)
+
+
+def listed() -> dict[str, list[Shape]]:
+    return {
+        "decode": [*decode.shapes(), *decode.random_shapes(60)],
+        "prefix": prefix.shapes(),
+        "sparse": sparse.shapes(),
+        "mixed": mixed.shapes(),
+        "prefill": [*prefill.dense(), *prefill.paged(), *prefill.variants(), *prefill.random_shapes(40)],
+    }
+
+
+def test_cases_have_names_of_their_own_and_a_group() -> None:
+    for table, shapes in listed().items():
+        names = [shape.name for shape in shapes]
+        assert len(set(names)) == len(names), table
+        for shape in shapes:
+            assert shape.group and shape.heads % shape.kv_heads == 0, shape
+            assert all(0 < q <= k for q, k in zip(shape.qo_lens, shape.kv, strict=True)), shape
+
+
+def test_random_shapes_are_seeded() -> None:
+    assert decode.random_shapes(60) == decode.random_shapes(60) and len(prefill.random_shapes(40)) == 40
+
+
+def test_targets_speak_of_cases_that_exist() -> None:
+    """With every case measured, no target may say "not measured"."""
+    peers = ("fa3", "flashinfer-fa3", "flashinfer-tc")
+    for table, shapes in listed().items():
+        groups = harness_groups(shapes)
+        made = {
+            "decode": decode.targets,
+            "prefix": prefix.targets,
+            "sparse": lambda _: sparse.targets(),
+            "mixed": mixed.targets,
+            "prefill": prefill.targets,
+        }[table](groups)
+        rows = [
+            report.Row(case=s.name, provider=p, version="", us=10.0, nbytes=1, flops=1, error=1e-3)
+            for s in shapes
+            for p in ("attnrt", "attnrt (run)", "attnrt (flat)", *peers)
+        ]
+        found = report.Found(rows)
+        silent = [t.name for t in made if t.verdict(found)[1] == "not measured"]
+        assert made and not silent, (table, silent)
+
+
+def harness_groups(shapes: list[Shape]) -> dict[str, list[str]]:
+    from targets import groups_of
+
+    return groups_of(shapes)
+
+
+def dense_answer(case: Case) -> np.ndarray:
+    """float64 [rows, heads, dim]: whole matrices, written apart from the reference that gathers keys."""
+    shape, out = case.shape, []
+    for r, (qo, kv) in enumerate(zip(case.qo_lens.tolist(), case.lens.tolist(), strict=True)):
+        slots = case.tokens(r)
+        q = case.q[case.qo_indptr[r] : case.qo_indptr[r + 1]].double().numpy()
+        k, v = (x.reshape(-1, *x.shape[-2:])[slots].double().numpy() for x in (case.k, case.v))
+        group = shape.heads // shape.kv_heads
+        k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+        at, to = np.arange(kv - qo, kv)[:, None], np.arange(kv)[None]
+        if shape.variant == "rope":
+            turn = np.exp(-np.log(1e4) * np.arange(shape.head_dim // 2) / (shape.head_dim // 2))
+
+            def turned(x: np.ndarray, where: np.ndarray, turn: np.ndarray = turn) -> np.ndarray:
+                z = (x[..., : x.shape[-1] // 2] + 1j * x[..., x.shape[-1] // 2 :]) * np.exp(
+                    1j * where[:, None, None] * turn
+                )
+                return np.concatenate([z.real, z.imag], -1)
+
+            q, k = turned(q, at[:, 0]), turned(k, to[0])
+        s = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(shape.head_dim)
+        seen = (to <= at) if shape.variant != "full" else np.ones((qo, kv), bool)
+        if shape.variant == "window":
+            seen &= to > at - cases.WINDOW
+        elif shape.variant == "custom":
+            seen = case.masks[r]
+        elif shape.variant == "softcap":
+            s = 30 * np.tanh(s / 30)
+        elif shape.variant == "alibi":
+            s = s - 2.0 ** (-8 / shape.heads * np.arange(1, shape.heads + 1))[:, None, None] * (at - to)
+        elif shape.variant == "traced":
+            s = s * (1 + 0.01 * s)
+        if shape.variant == "sigmoid":
+            w = np.where(seen, 1 / (1 + np.exp(-s) * max(shape.kv)), 0)
+        else:
+            w = np.where(seen, np.exp(s - s.max(-1, keepdims=True)), 0)
+            w /= w.sum(-1, keepdims=True)
+        out.append(np.einsum("hij,jhd->ihd", w, v))
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("page", [0, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reference_agrees_with_whole_matrices(variant: str, page: int) -> None:
+    case = Case(Shape(name="x", kv=(40, 7, 33), qo=(5, 7, 1), page=page, variant=variant, **SMALL), "cpu")
+    rows, heads, answers = case.samples
+    want = dense_answer(case)[rows, heads]
+    assert np.allclose(answers.numpy(), want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "twin", "tree", "blocks", "heads", "prefix", "fp8", "dims"])
+def test_ours_agrees_with_the_reference(variant: str) -> None:
+    """The index, spec and limits that the tables give attnrt, through the harness: a row comes out."""
+    shape = Shape(name="x", kv=(80, 33), qo=(6, 33), page=16, variant=variant, **SMALL)
+    shape = {
+        "blocks": dataclasses.replace(shape, kv=(64,), qo=(64,), page=0, block=16, kept=0.4),
+        "heads": dataclasses.replace(shape, variant="full", kv=(128,), qo=(), heads=2, per_head=3),
+        "prefix": dataclasses.replace(shape, variant="causal", kv=(700,) * 3, qo=(), prefix=600),
+        "fp8": dataclasses.replace(shape, variant="causal", kv_dtype="float8_e4m3fn"),
+        "dims": dataclasses.replace(shape, variant="causal", head_dim=48, head_dim_vo=32, page=0),
+    }.get(variant, shape)
+    run = harness.Run(Lying(), device="cpu")
+    modes = {"heads": [ours.OursHND(), ours.OursPagesNHD()], "prefix": [ours.Ours(), ours.OursFlat()]}
+    run.add([shape], modes.get(variant, [ours.Ours(), ours.Ours("run")]))
+    assert not run.faults and len(run.rows) == 2
+    assert all(0 < row.error < 5e-3 for row in run.rows)
+
+
+def test_a_shared_prefix_is_shared() -> None:
+    case = Case(Shape(name="x", kv=(150,) * 3, prefix=130, **SMALL), "cpu")
+    assert case.pool == 8 + 3 * 2 and case.nbytes == (128 + 3 * 22) * 2 * 2 * 64 * 2
+    index = ours.Ours().index(case)
+    assert len(index.parts) == 2 and index.parts[0].num_rows == 1
+    assert not hasattr(ours.OursFlat().index(case), "parts") or len(ours.OursFlat().index(case).parts) == 1
+
+
+def test_bytes_and_flops() -> None:
+    full = Case(Shape(name="x", kv=(4, 6), qo=(2, 1), variant="full", page=0, **SMALL), "cpu")
+    assert full.nbytes == 10 * 2 * 2 * 64 * 2 and full.flops == 4 * (2 * 4 + 6) * 4 * 64
+    causal = Case(Shape(name="x", kv=(4, 6), qo=(2, 1), page=0, **SMALL), "cpu")
+    assert causal.flops == 4 * (3 + 4 + 6) * 4 * 64
+    wide = Case(Shape(name="x", kv=(100,), qo=(50,), variant="window", page=0, **SMALL), "cpu")
+    assert wide.flops == 4 * 50 * 24 * 4 * 64
+
+
+class Peer:
+    """A provider with a result and a fault of its own."""
+
+    def __init__(
+        self, name: str, out: Callable[[Case], torch.Tensor], fault: Exception | None = None
+    ) -> None:
+        self.name, self.out, self.fault = name, out, fault
+
+    def version(self) -> str:
+        if isinstance(self.fault, ImportError):
+            raise self.fault
+        return "1"
+
+    def prepare(self, case: Case) -> harness.Ready:
+        if self.fault:
+            raise self.fault
+        found = self.out(case)
+        out = torch.empty_like(found)
+        return harness.Ready(run=lambda: out.copy_(found))
+
+
+def right(case: Case) -> torch.Tensor:
+    return torch.from_numpy(dense_answer(case)).to(torch.bfloat16)
+
+
+def test_a_run_goes_on_past_what_peers_do(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = Shape(name="x", kv=(30,), qo=(30,), page=0, **SMALL)
+    run = harness.Run(Lying(name="other"), device="cpu")
+    providers = [
+        Peer("gone", right, ImportError("gone is not installed")),
+        Peer("absent", right, harness.Absent("no")),
+        Peer("broken", right, RuntimeError("boom")),
+        Peer("wrong", lambda case: right(case) * 1.1),
+        Peer("short", lambda case: right(case)[:1]),
+        Peer("nan", lambda case: right(case) * float("nan")),
+        Peer("good", right),
+    ]
+    run.add([shape, dataclasses.replace(shape, name="y")], providers)
+    assert [(r.case, r.provider) for r in run.rows] == [("x", "good"), ("y", "good")]
+    assert len(run.faults) == 8 and sum("error inf" in fault for fault in run.faults) == 4
+    assert capsys.readouterr().out.count("gone: skipped") == 1
+
+
+def test_impossible_times_are_refused() -> None:
+    shape = Shape(name="x", kv=(30,), qo=(30,), page=0, **SMALL)
+    run = harness.Run(Lying(us=1e-6), device="cpu")
+    run.add([shape], [Peer("good", right)])
+    assert not run.rows and "a limit of the machine" in run.faults[0]
+
+
+@pytest.mark.parametrize("name", ["attnrt_attend", "at::native::copy"])
+def test_a_fallback_is_marked(name: str) -> None:
+    run = harness.Run(Lying(name=name), device="cpu")
+    run.add([Shape(name="x", kv=(30,), **SMALL)], [ours.Ours(), Peer("peer", right)])
+    assert [row.fallback for row in run.rows] == [True, False]
+    assert math.isnan(report.Found(run.rows).ratio("x"))
+
+
+def test_time_runs_out() -> None:
+    run = harness.Run(Lying(), seconds=-1, device="cpu")
+    run.add([Shape(name="x", kv=(30,), **SMALL)], [Peer("good", right)])
+    assert run.left_out == ["x"] and not run.rows
