@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import Case, Shape
+from cases import Case
 from harness import TOLERANCE, chosen, parser, setting
+from shapes import Shape
 
 PAGED = Shape(name="decode", kv=(200,) * 4, heads=8, kv_heads=8)
 SQUARE = Shape(name="prefill", kv=(1024,) * 2, qo=(1024,) * 2, heads=8, kv_heads=8, page=0)

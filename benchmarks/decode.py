@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from cases import Shape
 from harness import Clock, Provider, Run, chosen, finish, parser
 from report import Target
+from shapes import Shape
 from targets import against, groups_of, mode_cost, rate, ratio, ratio_mean, ratio_worst, time
 
 PAGE1 = ("bs64 kv4096 page1", "bs16 const 1024 32/8 page1")
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         listed = [shape for shape in listed if shape.page != 1 or shape.name in PAGE1]
     listed, swept = ([s for s in some if chosen(s.name, args.only)] for some in (listed, swept))
-    from ours import warm
+    from specs import warm
 
     run = Run(Clock(args.repeats), args.seconds)
     with run.timed("compile"):

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from cases import Case, Shape, error_of
+from cases import Case, error_of
 from report import OURS, Row, Target, save
+from shapes import Shape
 
 #: Bytes per second and dense 16-bit FLOP per second that no kernel passes (NVIDIA H200 data sheet).
 MEMORY_LIMIT, TENSOR_LIMIT = 4.8e12, 989e12

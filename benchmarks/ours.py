@@ -3,77 +3,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from cases import CAP, THETA, WINDOW, Case, Shape
+import specs
+from cases import Case
 from harness import Ready
 
 import attnrt as at
 
-__all__ = ["Ours", "OursFlat", "OursHND", "OursPagesNHD", "spec_of", "warm"]
-
-BACKEND, DEVICE = "nvrtc", "cuda"
-
-
-@at.variants.logits
-def _bent(score: Any, ctx: Any) -> Any:
-    """A hook that no library ships."""
-    return score + 0.01 * score * score
-
-
-def variant_of(shape: Shape) -> Any:
-    """The shape's variant as attnrt writes it."""
-    causal = at.variants.causal()
-    found: dict[str, Any] = {
-        "causal": causal,
-        "full": at.variants.full(),
-        "softcap": (causal, at.variants.softcap(CAP)),
-        "window": (causal, at.variants.sliding_window(WINDOW - 1)),
-        "alibi": (causal, at.variants.alibi()),
-        "rope": (causal, at.variants.rope(shape.head_dim, THETA)),
-        "sigmoid": (causal, at.variants.sigmoid(bias=-math.log(max(shape.kv)))),
-        "traced": (causal, _bent),
-        "twin": (causal, at.variants.cpp("twin", logits="s + 0.01f * s * s")),
-        "custom": at.variants.custom_mask(),
-        "tree": at.variants.custom_mask(),
-        "blocks": at.variants.full(),
-    }
-    return found[shape.variant]
-
-
-def spec_of(shape: Shape, kv_layout: str = "NHD") -> at.AttentionSpec:
-    """The static part of a shape."""
-    return at.AttentionSpec(
-        num_qo_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        head_dim_vo=shape.dim_vo,
-        q_dtype="bfloat16",
-        kv_dtype=shape.kv_dtype,
-        variant=variant_of(shape),
-        kv_layout=kv_layout,
-    )
-
-
-def warm(shapes: Sequence[Shape], kv_layout: str = "NHD") -> None:
-    """Compile what the shapes need in parallel, so that no case waits for the compiler; what fails does so again in its case."""
-
-    def one(spec: at.AttentionSpec) -> None:
-        with contextlib.suppress(at.AttnrtError):
-            at.warmup([spec], backend=BACKEND, device=DEVICE)
-
-    # One spec for each text that is compiled: numbers of heads and defaults of parameters are data.
-    specs = {
-        (s.heads // s.kv_heads, s.head_dim, s.dim_vo, s.kv_dtype, s.variant): spec_of(s, kv_layout)
-        for s in shapes
-    }
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(one, specs.values()))
+__all__ = ["Ours", "OursFlat", "OursHND", "OursPagesNHD"]
 
 
 def flat_index(case: Case) -> Any:
@@ -150,9 +89,9 @@ class Ours:
     def prepare(self, case: Case) -> Ready:
         index = self.index(case)
         attn = at.Attention(
-            spec_of(case.shape, self.kv_layout),
-            backend=BACKEND,
-            device=DEVICE,
+            specs.spec_of(case.shape, self.kv_layout),
+            backend=specs.BACKEND,
+            device=specs.DEVICE,
             limits=limits_of(index, case),
             deterministic=self.mode,
         )

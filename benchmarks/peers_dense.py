@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import CAP, THETA, WINDOW, Case, Shape, slopes
+from cases import Case, slopes
 from harness import Absent, Ready
 from peers import FlashInfer, installed, workspace
+from shapes import CAP, THETA, WINDOW, Shape
 
 __all__ = ["FlashAttention3", "FlashInferBlocks", "FlashInferRagged", "Flex", "Sdpa"]
 

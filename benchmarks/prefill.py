@@ -13,9 +13,9 @@ import sys
 from typing import Any
 
 import numpy as np
-from cases import Shape
 from harness import Clock, Provider, Run, chosen, finish, parser
 from report import Target
+from shapes import Shape
 from targets import accuracy, against, groups_of, ratio, ratio_mean, tflops
 
 TOKENS = 16384
@@ -213,8 +213,8 @@ def main(argv: list[str] | None = None) -> int:
     args = options.parse_args(argv)
     listed, swept = [*dense(), *paged(), *variants()], random_shapes(args.random)
     listed, swept = ([s for s in some if chosen(s.name, args.only)] for some in (listed, swept))
-    from ours import warm
     from peers_dense import Flex
+    from specs import warm
 
     run = Run(Clock(args.repeats), args.seconds)
     asked = [p for p in providers() if chosen(p.name, args.provider)]

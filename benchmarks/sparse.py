@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 
-from cases import Shape
 from harness import Clock, Provider, Run, chosen, finish, parser
 from report import Target
+from shapes import Shape
 from targets import against, groups_of, time
 
 BUDGETS, LENGTHS = (64, 128, 256, 512), (4096, 32768)
@@ -55,7 +55,7 @@ def providers() -> list[Provider]:
 def main(argv: list[str] | None = None) -> int:
     args = parser(__doc__, 20).parse_args(argv)
     listed = [shape for shape in shapes() if chosen(shape.name, args.only)]
-    from ours import warm
+    from specs import warm
 
     run = Run(Clock(args.repeats), args.seconds)
     with run.timed("compile"):

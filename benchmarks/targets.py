@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from cases import Shape
 from report import OURS, Found, Target, geomean
+from shapes import Shape
 
 __all__ = [
     "accuracy",

@@ -18,9 +18,13 @@ import prefill
 import prefix
 import pytest
 import report
+import shapes
 import sparse
+import specs
+import targets
 import torch
-from cases import Case, Shape
+from cases import Case
+from shapes import Shape
 
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 VARIANTS = ("causal", "full", "softcap", "window", "alibi", "rope", "sigmoid", "traced", "custom")
@@ -49,10 +53,10 @@ class Lying:
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "BACKEND", "cpu")
-    monkeypatch.setattr(ours, "DEVICE", "cpu")
-    monkeypatch.setattr(cases, "WINDOW", 24)
-    monkeypatch.setattr(ours, "WINDOW", 24)
+    monkeypatch.setattr(specs, "BACKEND", "cpu")
+    monkeypatch.setattr(specs, "DEVICE", "cpu")
+    for module in (cases, shapes, specs):
+        monkeypatch.setattr(module, "WINDOW", 24)
 
 
 def listed() -> dict[str, list[Shape]]:
@@ -66,10 +70,10 @@ def listed() -> dict[str, list[Shape]]:
 
 
 def test_cases_have_names_of_their_own_and_a_group() -> None:
-    for table, shapes in listed().items():
-        names = [shape.name for shape in shapes]
+    for table, made in listed().items():
+        names = [shape.name for shape in made]
         assert len(set(names)) == len(names), table
-        for shape in shapes:
+        for shape in made:
             assert shape.group and shape.heads % shape.kv_heads == 0, shape
             assert all(0 < q <= k for q, k in zip(shape.qo_lens, shape.kv, strict=True)), shape
 
@@ -81,29 +85,22 @@ def test_random_shapes_are_seeded() -> None:
 def test_targets_speak_of_cases_that_exist() -> None:
     """With every case measured, no target may say "not measured"."""
     peers = ("fa3", "flashinfer-fa3", "flashinfer-tc")
-    for table, shapes in listed().items():
-        groups = harness_groups(shapes)
-        made = {
-            "decode": decode.targets,
-            "prefix": prefix.targets,
-            "sparse": lambda _: sparse.targets(),
-            "mixed": mixed.targets,
-            "prefill": prefill.targets,
-        }[table](groups)
+    held_to = {
+        "decode": decode.targets,
+        "prefix": prefix.targets,
+        "sparse": lambda _: sparse.targets(),
+        "mixed": mixed.targets,
+        "prefill": prefill.targets,
+    }
+    for table, made in listed().items():
         rows = [
             report.Row(case=s.name, provider=p, version="", us=10.0, nbytes=1, flops=1, error=1e-3)
-            for s in shapes
+            for s in made
             for p in ("attnrt", "attnrt (run)", "attnrt (flat)", *peers)
         ]
-        found = report.Found(rows)
-        silent = [t.name for t in made if t.verdict(found)[1] == "not measured"]
-        assert made and not silent, (table, silent)
-
-
-def harness_groups(shapes: list[Shape]) -> dict[str, list[str]]:
-    from targets import groups_of
-
-    return groups_of(shapes)
+        found, wanted = report.Found(rows), held_to[table](targets.groups_of(made))
+        silent = [t.name for t in wanted if t.verdict(found)[1] == "not measured"]
+        assert wanted and not silent, (table, silent)
 
 
 def dense_answer(case: Case) -> np.ndarray:

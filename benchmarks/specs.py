@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static part of a shape as attnrt takes it, and its kernels compiled ahead. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+from shapes import CAP, THETA, WINDOW, Shape
+
+import attnrt as at
+
+__all__ = ["BACKEND", "DEVICE", "spec_of", "warm"]
+
+BACKEND, DEVICE = "nvrtc", "cuda"
+
+
+@at.variants.logits
+def _bent(score: Any, ctx: Any) -> Any:
+    """A hook that no library ships."""
+    return score + 0.01 * score * score
+
+
+def variant_of(shape: Shape) -> Any:
+    """The shape's variant as attnrt writes it."""
+    causal = at.variants.causal()
+    found: dict[str, Any] = {
+        "causal": causal,
+        "full": at.variants.full(),
+        "softcap": (causal, at.variants.softcap(CAP)),
+        "window": (causal, at.variants.sliding_window(WINDOW - 1)),
+        "alibi": (causal, at.variants.alibi()),
+        "rope": (causal, at.variants.rope(shape.head_dim, THETA)),
+        "sigmoid": (causal, at.variants.sigmoid(bias=-math.log(max(shape.kv)))),
+        "traced": (causal, _bent),
+        "twin": (causal, at.variants.cpp("twin", logits="s + 0.01f * s * s")),
+        "custom": at.variants.custom_mask(),
+        "tree": at.variants.custom_mask(),
+        "blocks": at.variants.full(),
+    }
+    return found[shape.variant]
+
+
+def spec_of(shape: Shape, kv_layout: str = "NHD") -> at.AttentionSpec:
+    """The static part of a shape."""
+    return at.AttentionSpec(
+        num_qo_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_vo=shape.dim_vo,
+        q_dtype="bfloat16",
+        kv_dtype=shape.kv_dtype,
+        variant=variant_of(shape),
+        kv_layout=kv_layout,
+    )
+
+
+def compile_for(shape: Shape, kv_layout: str) -> str:
+    """Compile the kernels of a shape into the cache on disk; what went wrong, or nothing."""
+    try:
+        limits = at.Limits(len(shape.kv), sum(shape.qo_lens), 1)
+        at.warmup([spec_of(shape, kv_layout)], limits, backend=BACKEND, device=DEVICE)
+    except at.AttnrtError as error:
+        return f"{shape.name}: {type(error).__name__} {error}"
+    return ""
+
+
+def warm(shapes: Sequence[Shape], kv_layout: str = "NHD", processes: int = 12) -> None:
+    """Compile what the shapes need, so that no case waits for the compiler, in processes: NVRTC takes one text at a time.
+
+    What fails is printed and will fail again in its case.
+    """
+    # One shape for each text that is compiled: numbers of heads and defaults of parameters are data.
+    firsts = {
+        (s.heads // s.kv_heads, s.head_dim, s.dim_vo, s.kv_dtype, s.variant, max(s.qo_lens) > 1): s
+        for s in shapes
+    }
+    if not firsts:
+        return
+    with ProcessPoolExecutor(min(processes, len(firsts)), mp_context=get_context("spawn")) as pool:
+        for fault in pool.map(compile_for, firsts.values(), [kv_layout] * len(firsts)):
+            if fault:
+                print(f"not compiled: {fault[:300]}", flush=True)
