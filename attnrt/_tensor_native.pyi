@@ -47,3 +47,34 @@ def setup(
     coerce: Callable[..., Any],
     /,
 ) -> None: ...
+
+class Repeats:
+    def __init__(
+        self, acquire: Callable[..., bool], release: Callable[[], None], shared_kv: bool, apart: bool, /
+    ) -> None: ...
+    def begin(self, plan: Any, /) -> None: ...
+    def add(
+        self,
+        arrays: tuple[Any, ...],
+        function: int,
+        record: int,
+        extents: tuple[tuple[int, int] | None, ...],
+        scale: float,
+        device: int,
+        current: Callable[[], int],
+        owner: Any,
+        stream: int,
+        /,
+    ) -> None: ...
+    def run(
+        self,
+        q: Any,
+        kv: Any,
+        plan: Any,
+        out: Any,
+        lse: Any,
+        return_lse: bool,
+        sm_scale: float | None,
+        stream: Any,
+        /,
+    ) -> Any: ...

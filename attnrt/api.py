@@ -87,6 +87,8 @@ class Attention:
         find(scheduler)  # says now what is wrong with it
         self.workspace = workspace
         self._runtime = Runtime(spec, chosen, where, workspace, deterministic)
+        self._append_again = self._runtime.appends.run
+        self._again = self._runtime.front.run
         for features in COMMON:
             if not chosen.why_not(spec, features, where):
                 self._runtime.traits(features)  # says now that a level of determinism is not to be had
@@ -204,6 +206,10 @@ class Attention:
             cache are untouched and the next call works.
         ArgumentError, DtypeError, CaptureError
         """
+        if not variant_args:
+            done = self._again(q, kv, plan, out, lse, return_lse, sm_scale, stream)
+            if done is not None:
+                return done
         return self._runtime.run(q, kv, plan, (out, lse, return_lse), sm_scale, stream, variant_args)
 
     def append(
@@ -232,6 +238,9 @@ class Attention:
             k_scale, v_scale of an fp8 cache: x / scale, to nearest even, saturated. Rows of the cache's own dtype with scale
             1 keep their bits.
         """
+        plain = rope is None and not variant_args
+        if plain and self._append_again(k, kv, None, v, slots, False, None, stream) is not None:
+            return
         self._runtime.append(k, v, kv, slots, rope, stream, variant_args)
 
     def copy_pages(self, kv: Any, source: Any, target: Any, stream: Any = None) -> None:

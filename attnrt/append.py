@@ -67,9 +67,17 @@ def append(
         k_scale=scales[0],
         v_scale=scales[1],
         stream=handle,
+        slots_given=slots is not None,
     )
-    if rows.shape[0]:
-        kernel.append(call)
+    if not rows.shape[0]:
+        return
+    again = kernel.append(call)
+    if again is None or rope is not None or params or isinstance(slots, (list, tuple, np.ndarray)):
+        return
+    if rows.framework != "jax" and not runtime.host:
+        arrays, current = (k, k_cache, v_cache, v, slots), runtime.ops.current_stream(rows)
+        place = runtime.device.index
+        runtime.appends.add(arrays, *again.native, (None,) * 5, 1.0, place, current, again, handle)
 
 
 def _cache(runtime: Runtime, x: Any, label: str, dim: int) -> tuple[Pool, PagedView]:

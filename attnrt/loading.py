@@ -97,6 +97,7 @@ class Uploads:
     def __init__(self, ops: DeviceOps, device: Device) -> None:
         self.ops, self.device = ops, device
         self.staging = Staging(ops)
+        self.sent = 0
         self.areas: dict[tuple[int, int], tuple[Area, Any, TensorView]] = {}
 
     def bring(self, array: np.ndarray, stream: int, place: int) -> TensorView:
@@ -112,6 +113,7 @@ class Uploads:
         staged[: array.nbytes] = array.reshape(-1).view(np.uint8)
         self.ops.copy(area.address, staged, nbytes, stream)
         self.staging.sent(self.ops.record(stream))
+        self.sent += 1
         seen = make_view(area.address, array.shape, array.dtype, self.device, owner=area.owner)
         self.areas[stream, place] = (area, None if array.flags.writeable else array, seen)
         return seen

@@ -2,9 +2,10 @@
 """The short way through run(): a call like one before, except for addresses, scale and stream.
 
 The layers of a model bring arrays of one form, step after step. What a form needs (checks, packed arguments, where its framework
-keeps the current stream) is found by the first run and kept; what is left for the others is one crossing into C that reads the
-arrays, one look-up and one crossing that launches. Python objects for views and calls are not made at all: a launch costs the
-driver 3 to 4 µs, and a handful of them would double that.
+keeps the current stream) is found by the first run and kept. There are two short ways. A form that has run under the loaded plan
+on the same stream is launched by C code alone (native/repeats.h), which makes no object: a launch costs the driver 4 µs, and a
+handful of them would add half of that. ``run_again`` takes what that leaves: the first run after a load, another stream, an out
+to be made.
 """
 
 from __future__ import annotations
@@ -53,14 +54,30 @@ class Quick:
     epoch: int
 
 
-def remember(runtime: Runtime, key: bytes, form: Form, call: Call, repeat: Any, limit: int) -> None:
+def remember(
+    runtime: Runtime, key: bytes, done: tuple[Form, Call, Any], arrays: tuple[Any, ...], limit: int
+) -> None:
     """Keep what a run has found for the next of its form; frameworks whose results are made anew are left out."""
+    form, call, repeat = done
     if form.q.framework == "jax":
         return
     if len(runtime.quick) >= limit:
         runtime.quick.clear()
     current = runtime.ops.current_stream(form.q)
-    runtime.quick[key] = Quick(form, repeat, current, runtime.needs.page_size, runtime.epoch)
+    quick = runtime.quick[key] = Quick(form, repeat, current, runtime.needs.page_size, runtime.epoch)
+    launch_natively(runtime, quick, arrays, call.stream)
+
+
+def launch_natively(runtime: Runtime, quick: Quick, arrays: tuple[Any, ...], stream: int) -> None:
+    """Let later calls of these arrays' form on this stream go the shortest way, until another plan is loaded."""
+    if arrays[3] is None or quick.form.q.device.kind != "cuda":
+        return
+    extents = tuple(None if x is None else (x.low, x.high) for x in quick.form.extents)
+    function, record = quick.repeat.native
+    runtime.front.add(
+        *(arrays, function, record, extents, runtime.sm_scale),
+        *(quick.form.q.device.index, quick.current, quick.repeat, stream),
+    )
 
 
 def run_again(
@@ -109,6 +126,7 @@ def run_again(
         runtime.workspace.order_run(tenant, handle)
     tenant.run_stream = handle
     quick.repeat(addresses, sm_scale, handle)
+    launch_natively(runtime, quick, (q, k, v, results[0], lse), handle)
     return (out, lse) if return_lse else out
 
 

@@ -23,7 +23,7 @@ from attnrt.loading import Uploads
 from attnrt.operands import REMEMBER, Form, Needs, Rules, at, read_form, slow_signature, split_kv
 from attnrt.repeat import NOT_YET, Quick, remember, run_again
 from attnrt.results import empty_like_caller, to_caller
-from attnrt.tensor import TensorView, signature, view
+from attnrt.tensor import TensorView, native, signature, view
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Backend, Kernel
@@ -70,6 +70,8 @@ class Runtime:
         self.quick: dict[bytes, Quick] = {}
         self.shared_kv, self.sm_scale = spec.shared_kv, spec.sm_scale
         self._key: bytes | None = None
+        self.front = native.Repeats(self.lock.acquire, self.lock.release, spec.shared_kv, True)
+        self.appends = native.Repeats(self.lock.acquire, self.lock.release, spec.shared_kv, False)
         self._uploads = Uploads(self.ops, device)
 
     # ------------------------------------------------------------------------------------------- plans
@@ -142,6 +144,8 @@ class Runtime:
                 self.quick.clear()
             self.kernel = kernel
             self.needs = Needs.of(plan)
+            self.front.begin(plan)
+            self.appends.begin(plan)
             self.epoch += 1
             self._calls.clear()
         finally:
@@ -190,7 +194,7 @@ class Runtime:
             if call.q.framework == "jax":
                 for array in alive:  # JAX works on streams that it does not show
                     getattr(array, "block_until_ready", int)()
-            self._launch(call, not params and (lse is None or results[1] is not None))
+            self._launch(call, alive if not params and (lse is None or results[1] is not None) else None)
             if call.q.framework == "jax":
                 self.ops.synchronize(call.stream)
                 out, lse = to_caller(out, "jax"), None if lse is None else to_caller(lse, "jax")
@@ -308,8 +312,8 @@ class Runtime:
             self._forms[key] = known
         return known, ptrs, arrays
 
-    def _launch(self, call: Call, again: bool) -> None:
-        """Enqueue; ``again``: later calls of this form need not come this way (repeat.py)."""
+    def _launch(self, call: Call, again: tuple[Any, ...] | None) -> None:
+        """Enqueue; ``again``: the arrays, if later calls of their form need not come this way (repeat.py)."""
         kernel, loaded, tenant, handle = self.kernel, call.loaded, self.tenant, call.stream
         if self.host:
             if loaded.work.shape[0]:
@@ -328,8 +332,8 @@ class Runtime:
         repeat = packer(call, self.workspace.limits)
         lse = 0 if call.lse is None else call.lse.ptr
         repeat((call.q.ptr, call.k.ptr, call.v.ptr, call.out.ptr, lse), call.sm_scale, handle)
-        if again and self._key is not None:
-            remember(self, self._key, self._forms[self._key], call, repeat, REMEMBER)
+        if again is not None and self._key is not None:
+            remember(self, self._key, (self._forms[self._key], call, repeat), again, REMEMBER)
 
     def _bind(self, params: dict[str, Any], capturing: bool = False) -> Any:
         """The variant's parameter table; the defaults' table is kept."""
@@ -395,7 +399,11 @@ class Runtime:
         if self.ops.capturing(stream):
             hint = "append(slots=) of a device array, without rope, is captured"
             raise CaptureError("arrays of the host", "must not be copied inside a capture", None, hint)
-        return self._uploads.bring(array, stream, place)
+        before = self._uploads.sent
+        found = self._uploads.bring(array, stream, place)
+        if self._uploads.sent != before:  # other slots lie there now than those that remembered appends read
+            self.appends.begin(None)
+        return found
 
 
 def _busy(what: str) -> PlanError:

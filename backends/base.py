@@ -128,6 +128,7 @@ class AppendCall:
     """Store row i of k and v at ``slots[i]`` (negative: skip).
 
     ``rope`` rotates k by ``positions`` first; the scales divide before the cast to fp8 (nearest even, saturated).
+    ``slots_given``: the slots are the caller's, not the loaded plan's.
     """
 
     k: TensorView
@@ -140,6 +141,7 @@ class AppendCall:
     k_scale: Any
     v_scale: Any
     stream: int = 0
+    slots_given: bool = False
 
 
 class Kernel(Protocol):
@@ -156,8 +158,9 @@ class Kernel(Protocol):
         """Fold and finish every row of the merge list."""
         ...
 
-    def append(self, call: AppendCall) -> None:
-        """Store new K and V rows into the cache."""
+    def append(self, call: AppendCall) -> Any:
+        """Store new K and V rows into the cache. May return what does it for other addresses without Python: ``native``, the
+        addresses of a C function and its record (native/repeats.h), and ``failed(code)``."""
         ...
 
 

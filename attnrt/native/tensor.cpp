@@ -10,6 +10,7 @@
 // objects, and both cost more than the reading itself. It keeps to the limited C API of Python 3.11 (abi3).
 #include "capsules.h"
 #include "host.h"
+#include "repeats.h"
 #include "ways.h"
 
 namespace {
@@ -27,46 +28,20 @@ PyObject* py_views(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 // signature(*arrays) -> (key, pointers), or None where one of the arrays needs the slow way. The key is equal for
 // two calls exactly if the arrays agree in everything but their addresses: who has checked it once need not again.
-// Layout per array: dtype and device identities, flags, ndim, then shape and strides as 64-bit integers.
 PyObject* py_signature(PyObject*, PyObject* const* args, Py_ssize_t n) {
   constexpr int kMaxArrays = 16;
-  constexpr int kMaxWords = 4 + 2 * kMaxDims;
   if (n > kMaxArrays) {
     PyErr_Format(PyExc_ValueError, "signature takes at most %d arrays", kMaxArrays);
     return nullptr;
   }
-  std::int64_t words[kMaxArrays * kMaxWords];
+  std::int64_t words[kMaxArrays * kWordsPerArray];
   Py_ssize_t used = 0;
   PyObject* pointers = PyTuple_New(n);
   for (Py_ssize_t i = 0; pointers && i < n; ++i) {
-    Raw raw;
-    unsigned long long ptr = 0;
-    if (args[i] == Py_None) {
-      words[used++] = 0;
-    } else {
-      bool ok, immutable = false;
-      PyObject* framework;
-      if (Py_TYPE(args[i]) == g.view_type) {
-        ok = read_view(args[i], raw, immutable);
-        framework = reinterpret_cast<View*>(args[i])->framework;
-      } else {
-        const TypeInfo* info = g.view_type ? type_info(args[i]) : &kUnknown;
-        ok = read_fast(args[i], *info, raw);
-        framework = info->framework;
-      }
-      if (!ok) {
-        Py_DECREF(pointers);
-        Py_RETURN_NONE;
-      }
-      ptr = raw.ptr;
-      words[used++] = reinterpret_cast<std::intptr_t>(raw.dtype);
-      words[used++] = reinterpret_cast<std::intptr_t>(raw.device);
-      words[used++] = reinterpret_cast<std::intptr_t>(framework);
-      words[used++] = raw.ndim * 4 + raw.readonly * 2 + immutable;
-      std::memcpy(words + used, raw.shape, sizeof(std::int64_t) * raw.ndim);
-      used += raw.ndim;
-      std::memcpy(words + used, raw.strides, sizeof(std::int64_t) * raw.ndim);
-      used += raw.ndim;
+    unsigned long long ptr;
+    if (!form_of(args[i], words, used, ptr)) {
+      Py_DECREF(pointers);
+      Py_RETURN_NONE;
     }
     PyObject* item = PyLong_FromUnsignedLongLong(ptr);
     if (!item || PyTuple_SetItem(pointers, i, item) < 0) Py_CLEAR(pointers);
@@ -174,7 +149,7 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-constexpr int kRevision = 2;  // raise it with every change of what Python calls, together with attnrt/reading.py
+constexpr int kRevision = 3;  // raise it with every change of what Python calls, together with attnrt/reading.py
 
 PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT, "attnrt._tensor_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
@@ -196,6 +171,9 @@ PyMODINIT_FUNC PyInit__tensor_native() {
   PyObject* module = PyModule_Create(&module_def);
   PyObject* view = PyType_FromSpec(&view_spec);
   if (!module || !view || PyModule_AddObjectRef(module, "View", view) < 0) return nullptr;
+  PyObject* repeats = PyType_FromSpec(&repeats_spec);
+  if (!repeats || PyModule_AddObjectRef(module, "Repeats", repeats) < 0) return nullptr;
+  Py_DECREF(repeats);
   if (PyModule_AddIntConstant(module, "REVISION", kRevision) < 0) return nullptr;
   Py_DECREF(view);
   return module;

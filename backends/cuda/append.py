@@ -33,6 +33,7 @@ MAX_SCALED_HEADS = 128
 _ROWS = struct.Struct("<QqqQqq")
 _PLACES = struct.Struct(f"<QQii{2 * MAX_SCALED_HEADS}f")
 _COPY = struct.Struct("<QQqiiii")
+_AT_V = struct.calcsize("<Qqq")  # the new V in _ROWS
 _APPEND_BYTES = _ROWS.size + 2 * pack.PAGED_KV.itemsize + _PLACES.size
 _COPY_BYTES = pack.PAGED_KV.itemsize + _COPY.size
 
@@ -95,10 +96,8 @@ class Appender:
             found = self._modules[key] = self.load(render_append(self.spec, row_dtype, rope))
         return found
 
-    def run(self, call: AppendCall) -> None:
-        """Enqueue one append."""
-        from attnrt.backends.cuda.kernel import launch
-
+    def run(self, call: AppendCall) -> AppendAgain:
+        """Enqueue one append; returns what enqueues another that differs in addresses alone."""
         rope = compose(full()) if call.rope is None else call.rope.variant
         module = self.prepare(str(call.k.dtype), rope, call.stream)
         rows, heads = call.k.shape[:2]
@@ -116,7 +115,9 @@ class Appender:
             + _PLACES.pack(call.slots.ptr, positions, rows, heads, *scales)
             + (table or bytes(64))
         )
-        launch(module.entry(APPEND), grid, arguments, call.stream)
+        again = AppendAgain(module.entry(APPEND), grid, arguments, _aligned(call, itemsize), call.slots_given)
+        again(call)
+        return again
 
     def copy_pages(
         self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int
@@ -132,6 +133,61 @@ class Appender:
             rest = (pages[0].ptr, pages[1].ptr, pool.num_pages, count, spec.num_kv_heads, dim, 0)
             grid = max(1, min(-(-count * pool.page_size * spec.num_kv_heads // 4), 1 << 14))
             launch(module.entry(COPY), grid, pack.paged_bytes(pool, itemsize) + _COPY.pack(*rest), stream)
+
+
+class AppendAgain:
+    """An append's packed arguments, in the record of attnrt_cuda_run: what a run has as q, k, v, out and lse are here the new K,
+    both caches, the new V, and the slots if they are the caller's own.
+
+    Attributes
+    ----------
+    native : (int, int)
+        Addresses of the C function and of its record (native/repeats.h).
+    """
+
+    __slots__ = ("_args", "_record", "native")
+
+    def __init__(
+        self, entry: Any, grid: int, arguments: bytes, aligned: tuple[bool, bool], slots_given: bool
+    ) -> None:
+        ffi, _ = driver.shim()
+        unread = len(arguments)  # where the numbers go that an append does not have
+        self._args = ffi.new("char[]", arguments + bytes(16))
+        record = self._record = ffi.new("attnrt_run_t *")
+        record.args, record.forbid_capture = self._args, not slots_given  # the plan's slots are not a graph's
+        record.aligned_k, record.aligned_v = aligned
+        k_cache, vectors = _ROWS.size, int(pack.PAGED_KV.fields["vectors"][1])  # type: ignore[index]
+        v_cache = k_cache + pack.PAGED_KV.itemsize
+        record.at_q, record.at_out, record.at_k, record.at_v = 0, _AT_V, k_cache, v_cache
+        record.at_vectors_k, record.at_vectors_v = k_cache + vectors, v_cache + vectors
+        record.at_lse = v_cache + pack.PAGED_KV.itemsize if slots_given else unread
+        record.at_scale = unread + 8
+        record.launches[0] = entry[0]
+        record.launches[0].grid = record.eager_grid[0] = grid
+        record.num_launches = 1
+        self.native = driver.run_address(), int(ffi.cast("uintptr_t", record))
+
+    def __call__(self, call: AppendCall) -> None:
+        """Enqueue a call of the same form."""
+        _, lib = driver.shim()
+        v_cache = call.k_cache if call.v_cache is None else call.v_cache
+        addresses = (call.k.ptr, call.k_cache.ptr, v_cache.ptr, 0 if call.v is None else call.v.ptr)
+        slots = call.slots.ptr if call.slots_given else 0
+        code = lib.attnrt_cuda_run(self._record, *addresses, slots, 0.0, call.stream)
+        if code:
+            self.failed(code)
+
+    def failed(self, code: int) -> None:
+        """Raise what a code of the shim means."""
+        if code == driver.CAPTURING:
+            hint = "append(slots=) of a device array is captured"
+            raise CaptureError("append", "must have slots= inside a capture", None, hint)
+        driver.check(code, "cuLaunchKernelEx")
+
+
+def _aligned(call: AppendCall, itemsize: int) -> tuple[bool, bool]:
+    v_cache = call.k_cache if call.v_cache is None else call.v_cache
+    return pack.aligned(call.k_cache, itemsize), pack.aligned(v_cache, itemsize)
 
 
 def _scales(scale: Any, heads: int, label: str) -> list[float]:

@@ -39,6 +39,13 @@ def shim() -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=1)
+def run_address() -> int:
+    """Address of attnrt_cuda_run."""
+    ffi, lib = shim()
+    return int(ffi.cast("uintptr_t", ffi.addressof(lib, "attnrt_cuda_run")))
+
+
+@lru_cache(maxsize=1)
 def why_not() -> str | None:
     """Why the driver cannot be used here, in one line; None: it can."""
     try:

@@ -26,7 +26,7 @@ from attnrt.tensor import TensorView, make_view
 
 if TYPE_CHECKING:
     from attnrt.backends.base import AppendCall, Call, Loaded, PagedView
-    from attnrt.backends.cuda.append import Appender
+    from attnrt.backends.cuda.append import AppendAgain, Appender
     from attnrt.backends.cuda.programs import Programs
     from attnrt.layout import Limits
     from attnrt.scheduler.base import Plan
@@ -97,7 +97,7 @@ class Repeat:
         None: refuse a stream that is being captured.
     """
 
-    __slots__ = ("_args", "_heads", "_kernel", "_limits", "_names", "_params", "_record", "_run")
+    __slots__ = ("_args", "_heads", "_kernel", "_limits", "_names", "_params", "_record", "_run", "native")
 
     def __init__(self, kernel: CudaKernel, call: Call, limits: Limits | None) -> None:
         ffi, lib = driver.shim()
@@ -113,6 +113,8 @@ class Repeat:
         for name, at in _RUN_OFFSETS.items():
             setattr(record, f"at_{name}", at)
         self._run = lib.attnrt_cuda_run
+        #: Addresses of the C function and of its record, for who calls it without Python (native/repeats.h).
+        self.native = driver.run_address(), int(ffi.cast("uintptr_t", record))
         self.reload(call.loaded)
 
     def reload(self, loaded: Loaded) -> None:
@@ -133,14 +135,18 @@ class Repeat:
         q, k, v, out, lse = addresses
         code = self._run(self._record, q, k, v or k, out, lse, sm_scale, stream)
         if code:
-            if code == driver.CAPTURING:
-                raise CaptureError(
-                    "limits",
-                    "must be given for graph capture",
-                    None,
-                    "Attention(..., limits=attnrt.Limits(...))",
-                )
-            driver.check(code, "cuLaunchKernelEx")
+            self.failed(code)
+
+    def failed(self, code: int) -> None:
+        """Raise what a code of the shim means."""
+        if code == driver.CAPTURING:
+            raise CaptureError(
+                "limits",
+                "must be given for graph capture",
+                None,
+                "Attention(..., limits=attnrt.Limits(...))",
+            )
+        driver.check(code, "cuLaunchKernelEx")
 
 
 class CudaKernel:
@@ -231,9 +237,9 @@ class CudaKernel:
         """The device's copy of an array that has been placed."""
         return self._placed.get(_contents(name, array))
 
-    def append(self, call: AppendCall) -> None:
-        """Store new rows of K and V."""
-        self.appender.run(call)
+    def append(self, call: AppendCall) -> AppendAgain:
+        """Store new rows of K and V; returns what stores those of another call of the same form."""
+        return self.appender.run(call)
 
     def copy_pages(
         self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int

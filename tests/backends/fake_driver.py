@@ -38,6 +38,12 @@ class Fake(CudaBackend):
         return DriverModule(device, b"image", names, waits(source, names))
 
 cuda = Fake()
+driver.fake_parameter.restype = ctypes.c_void_p
+
+def parameter(layout, *names):
+    "Fields of the last launch's parameter, by a NumPy record."
+    record = np.frombuffer(ctypes.string_at(driver.fake_parameter(), layout.itemsize), layout)[0]
+    return [int(record[n]["ptr"]) if layout[n].names else record[n] for n in names]
 
 def trace():
     "What was enqueued since the last time."
