@@ -76,8 +76,10 @@ def append(
         return
     if rows.framework != "jax" and not runtime.host:
         arrays, current = (k, k_cache, v_cache, v, slots), runtime.ops.current_stream(rows)
-        place = runtime.device.index
-        runtime.appends.add(arrays, *again.native, (None,) * 5, 1.0, place, current, again, handle)
+        function, record = again.native
+        runtime.appends.add(
+            arrays, function, record, (None,) * 5, 1.0, runtime.device.index, current, again, handle
+        )
 
 
 def _cache(runtime: Runtime, x: Any, label: str, dim: int) -> tuple[Pool, PagedView]:

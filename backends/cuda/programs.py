@@ -34,7 +34,7 @@ class Programs:
     def __init__(self, spec: AttentionSpec, load: Callable[[str, tuple[str, ...]], Module]) -> None:
         self.spec, self._load = spec, load
         self.names = entry_names(spec)
-        self._entries: dict[str, Any] = {}
+        self._modules: dict[str, Module] = {}  # held: a library that is let go of takes its kernels along
         self._lock = threading.Lock()
 
     def entry(self, name: str) -> Any:
@@ -44,11 +44,10 @@ class Programs:
         ------
         CompileError
         """
-        found = self._entries.get(name)
+        found = self._modules.get(name)
         if found is None:
             with self._lock:  # NVRTC compiles one text at a time in any case
-                found = self._entries.get(name)
+                found = self._modules.get(name)
                 if found is None:
-                    module = self._load(render(self.spec, name), (name,))
-                    found = self._entries[name] = module.entry(name)
-        return found
+                    found = self._modules[name] = self._load(render(self.spec, name), (name,))
+        return found.entry(name)

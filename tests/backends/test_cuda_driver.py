@@ -72,7 +72,13 @@ for limits, kernel in ((at.Limits(8, 32, 256), "attnrt_attend"), (at.Limits(8, 1
     assert len(asked) == 2
 cuda._kernels.clear()
 asked.clear()
+del attn
+import gc
+gc.collect()
+held = sum(isinstance(x, DriverModule) for x in gc.get_objects())
 at.warmup([s], backend=cuda)
+gc.collect()  # a shared library that nobody holds is closed, with its kernels
+assert sum(isinstance(x, DriverModule) for x in gc.get_objects()) == held + 3
 assert sorted(asked) == ["attnrt_attend", "attnrt_decode", "attnrt_merge"]
 """)
 
