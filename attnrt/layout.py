@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,6 +100,8 @@ class Limits:
         Pages of the smallest pool that a captured run reads; a plan that names a later page is refused.
     max_workers : int, optional
         Persistent workers (CTAs, threads); leaves the rest of the machine to others.
+    max_qo_len : int, optional
+        Queries of one request. A graph of decode steps (1) then has no launch for longer requests.
     """
 
     max_requests: int
@@ -110,6 +112,7 @@ class Limits:
     max_partial_slots: int | None = None
     num_pages: int | None = None
     max_workers: int | None = None
+    max_qo_len: int | None = None
 
     def __post_init__(self) -> None:
         least = {"max_parts": 1, "max_workers": 1}
@@ -124,16 +127,22 @@ class Limits:
                 )
             object.__setattr__(self, item.name, int(value))
 
-    def workers(self, traits: Traits) -> int:
-        """Workers that a plan may use."""
-        return traits.num_workers if self.max_workers is None else min(traits.num_workers, self.max_workers)
+    def narrow(self, traits: Traits) -> Traits:
+        """The traits with no more workers than a plan may use; a team keeps its share of the machine."""
+        if self.max_workers is None or self.max_workers >= traits.num_workers:
+            return traits
+        team = traits.team
+        if team is not None:
+            share = max(1, team.num_workers * self.max_workers // traits.num_workers)
+            team = replace(team, num_workers=share)
+        return replace(traits, num_workers=self.max_workers, team=team)
 
     def slots(self, traits: Traits) -> int:
         """Partial slots that are there."""
         if self.max_partial_slots is not None:
             return self.max_partial_slots
         parts = self.max_parts * self.max_qo_tokens if self.max_parts > 1 else 0
-        room = max(MIN_SLOTS, SLOTS_PER_WORKER * self.workers(traits))
+        room = max(MIN_SLOTS, SLOTS_PER_WORKER * self.narrow(traits).all_workers)
         return parts + min(room, traits.max_partial_slots)
 
     def check(self, plan: Plan, traits: Traits) -> None:
@@ -148,13 +157,18 @@ class Limits:
             ("max_mask_bytes", masks, self.max_mask_bytes),
             ("max_partial_slots", plan.num_slots, self.slots(traits)),
             ("num_pages", pages_named(index), self.num_pages),
-            ("max_workers", len(plan.work.worker_indptr) - 1, self.max_workers),
+            ("max_qo_len", 0 if self.max_qo_len is None else _longest(index), self.max_qo_len),
+            ("max_workers", plan.traits.num_workers, self.max_workers),
         )
         for name, needed, given in needs:
             if given is not None and needed > given:
                 raise LimitError(
                     name, needed, given, "Nothing was written; plan less or make the limits larger"
                 )
+
+
+def _longest(index: Index) -> int:
+    return int(index.requests.qo_lens.max(initial=0))
 
 
 def plan_parts(parts: int) -> int:
@@ -295,7 +309,7 @@ def layout_at_limits(
     parts = plan_parts(limits.max_parts)
     for number in range(parts):
         index += limit_part_sizes(limits, spec.num_kv_heads, number == 0)
-    plan = plan_sizes(limits.workers(traits), rows, entries, rows * parts + entries)
+    plan = plan_sizes(limits.narrow(traits).all_workers, rows, entries, rows * parts + entries)
     acc, ml = scratch_sizes(spec, slots, itemsize)
     return CellLayout(
         plan=offsets(plan)[1], header=align(header), index=offsets(index)[1], slots=slots, acc=acc, ml=ml

@@ -96,7 +96,7 @@ class Runtime:
         found = self._planning.get(traits)
         if found is None:
             slots = min(limits.slots(traits), traits.max_partial_slots)
-            found = replace(traits, num_workers=limits.workers(traits), max_partial_slots=slots)
+            found = replace(limits.narrow(traits), max_partial_slots=slots)
             self._planning[traits] = found
         return found
 

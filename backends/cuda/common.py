@@ -76,11 +76,12 @@ class CudaBackend:
     def traits(
         self, spec: AttentionSpec, features: Features, device: Device, deterministic: str = "batch"
     ) -> Traits:
-        """Traits of the tile kernel on the device (of an H200 where there is none)."""
-        multiprocessors = DEFAULT_MULTIPROCESSORS
+        """Traits of the kernels on the device (on an H200 where there is none)."""
+        multiprocessors, hopper = DEFAULT_MULTIPROCESSORS, True
         if driver.why_not() is None:
             multiprocessors = driver.device_attribute(device.index, driver.MULTIPROCESSORS)
-        return tables.traits_for(spec, multiprocessors, deterministic)
+            hopper = is_hopper(device.index)
+        return tables.traits_for(spec, multiprocessors, deterministic, hopper)
 
     def compile(self, spec: AttentionSpec, features: Features, device: Device) -> CudaKernel:
         """The kernels of a spec on a device. Nothing is compiled yet: CudaKernel.prepare does, or the first run."""
@@ -90,13 +91,20 @@ class CudaBackend:
         if found is None:
             ops_of(device)  # makes sure that the device's context is there
             label, number = f"the kernel of {spec.composed!r}", device.index
-            programs = Programs(spec, lambda source, names: self.load(source, names, number, label))
+            programs = Programs(
+                spec, lambda source, names: self.load(source, names, number, label), is_hopper(number)
+            )
             appender = Appender(
                 spec, number, lambda source: self.load(source, (APPEND, COPY), number, "the append kernel")
             )
             with self._lock:
                 found = self._kernels.setdefault(key, CudaKernel(spec, number, programs, appender))
         return found
+
+
+def is_hopper(device: int) -> bool:
+    """Whether a device has the instructions of sm_90a; later ones do not have them."""
+    return driver.device_attribute(device, driver.MAJOR) == 9
 
 
 def arch_of(device: int) -> str:

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from attnrt.backends.cuda import driver, pack
+from attnrt.backends.cuda import boxes, driver, pack
 from attnrt.backends.cuda.render import (
     ATTEND,
     DECODE,
     DECODE_SMEM,
+    HOPPER_BOXES,
+    HOPPER_GATHER,
+    HOPPER_SMEM,
     MERGE,
     MERGE_CTAS,
     SMEM,
     THREADS,
+    maps_offset,
 )
-from attnrt.backends.cuda.select import limits_decode, plan_decodes
+from attnrt.backends.cuda.select import limits_decode, limits_team, plan_decodes
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
 from attnrt.errors import CaptureError
@@ -38,7 +42,7 @@ __all__ = ["CudaKernel", "DriverModule", "Module", "launch"]
 MERGE_WARPS = THREADS // 32
 
 #: Where a module says how much dynamic shared memory a kernel needs.
-_SMEM = {ATTEND: SMEM, DECODE: DECODE_SMEM}
+_SMEM = {ATTEND: SMEM, DECODE: DECODE_SMEM, HOPPER_BOXES: HOPPER_SMEM, HOPPER_GATHER: HOPPER_SMEM}
 _RUN_OFFSETS = pack.run_offsets()
 
 
@@ -59,12 +63,18 @@ def launch_record(device: int, kernel: int, smem: int, dependent: bool) -> Any:
     return record
 
 
-def launch(entry: Any, grid: int, arguments: bytes, stream: int) -> None:
-    """Enqueue a kernel whose only parameter is the struct in ``arguments``."""
+def _all_team(plan: Plan) -> bool:
+    """Whether all items are the team's."""
+    return int(plan.work.worker_indptr[plan.traits.num_workers]) == 0
+
+
+def launch(entry: Any, grid: int, arguments: Any, stream: int) -> None:
+    """Enqueue a kernel whose only parameter is the struct in ``arguments`` (bytes, or its address)."""
     ffi, lib = driver.shim()
     mine = ffi.new("attnrt_launch_t *", entry[0])  # threads share entries
     mine.grid = grid
-    driver.check(lib.attnrt_cuda_launch(mine, ffi.from_buffer(arguments), stream), "cuLaunchKernelEx")
+    where = ffi.from_buffer(arguments) if isinstance(arguments, bytes) else arguments
+    driver.check(lib.attnrt_cuda_launch(mine, where, stream), "cuLaunchKernelEx")
 
 
 class DriverModule:
@@ -97,15 +107,20 @@ class Repeat:
         None: refuse a stream that is being captured.
     """
 
-    __slots__ = ("_args", "_heads", "_kernel", "_limits", "_names", "_params", "_record", "_run", "native")
+    __slots__ = (
+        *("_any_team", "_args", "_box", "_call", "_heads", "_kernel", "_limits", "_loaded", "_maps"),
+        *("_memory", "_names", "_params", "_record", "_run", "native"),
+    )
 
     def __init__(self, kernel: CudaKernel, call: Call, limits: Limits | None) -> None:
         ffi, lib = driver.shim()
-        table = call.params.table.tobytes() or bytes(64)
         self._kernel, self._params, self._heads = kernel, call.params, call.q.shape[1]
         self._names: tuple[str, ...] = ()
-        self._limits = limits
-        self._args = ffi.new("char[]", pack.fill_run(call, kernel.itemsize) + table)
+        self._limits, self._call = limits, call
+        self._any_team = limits is not None and limits_team(kernel.spec, limits)
+        self._memory, self._args = kernel.arguments(call)
+        self._maps = self._args + kernel.maps_at if kernel.maps_at else None
+        self._box = boxes.NO_BOXES
         record = self._record = ffi.new("attnrt_run_t *")
         record.args, record.forbid_capture = self._args, limits is None
         record.aligned_k = pack.aligned(call.k, kernel.itemsize)
@@ -119,21 +134,49 @@ class Repeat:
 
     def reload(self, loaded: Loaded) -> None:
         """The same form of arrays under another loaded plan."""
-        record = self._record
+        self._loaded = loaded
         driver.shim()[0].cast("uint64_t *", self._args)[0] = loaded.header.ptr  # type: ignore[union-attr]
-        kernel = self._kernel
-        names = kernel.needs(loaded.plan, self._limits)
+        if self._maps is not None and (self._any_team or pack.has_team_items(loaded.plan)):
+            self._new_maps(boxes.box_of(loaded.plan, self._call, self._kernel.spec))
+        self._choose()
+
+    def _new_maps(self, box: int) -> None:
+        if box != self._box:
+            boxes.encode(self._kernel.device.index, self._maps, self._call, box, self._kernel.spec)
+            self._box = box
+        self._record.at_maps = self._kernel.maps_at if box != boxes.NO_BOXES else 0
+
+    def _choose(self) -> None:
+        """Which kernels run, and how wide."""
+        record, kernel, loaded = self._record, self._kernel, self._loaded
+        names = kernel.needs(loaded.plan, self._limits, self._box)
         if names != self._names:
             for i, name in enumerate(names):
                 record.launches[i] = kernel.programs.entry(name)[0]
             self._names, record.num_launches = names, len(names)
-        for i, (most, now) in zip(range(len(names)), kernel.grids(loaded, self._heads), strict=False):
+        for i, name in enumerate(names):
+            most, now = kernel.grid(name, loaded, self._heads, self._box)
             record.launches[i].grid, record.eager_grid[i] = most, now
 
     def __call__(self, addresses: tuple[int, ...], sm_scale: float, stream: int) -> None:
         """Enqueue; ``addresses`` of q, k, v (0: k's), out, lse (0: none)."""
         q, k, v, out, lse = addresses
-        code = self._run(self._record, q, k, v or k, out, lse, sm_scale, stream)
+        if (
+            self._box != boxes.NO_BOXES and (k | v) & 15
+        ):  # seldom: arrays of this form that do not lie on 16-byte lines
+            kept = self._box
+            try:
+                self._new_maps(boxes.NO_BOXES)
+                self._choose()
+                self._enqueue(q, k, v or k, out, lse, sm_scale, stream)
+            finally:
+                self._new_maps(kept)
+                self._choose()
+            return
+        self._enqueue(q, k, v or k, out, lse, sm_scale, stream)
+
+    def _enqueue(self, q: int, k: int, v: int, out: int, lse: int, sm_scale: float, stream: int) -> None:
+        code = self._run(self._record, q, k, v, out, lse, sm_scale, stream)
         if code:
             self.failed(code)
 
@@ -160,42 +203,62 @@ class CudaKernel:
         self.merge_grid = driver.device_attribute(device, driver.MULTIPROCESSORS) * MERGE_CTAS
         self._rulers: tuple[Any, bytes] = (None, b"")
         self._needs: tuple[Any, tuple[str, ...]] = (None, ())
+        hopper = HOPPER_BOXES in programs.names
+        self.maps_at = maps_offset(len(spec.composed.params)) if hopper else 0
 
-    def needs(self, plan: Plan, limits: Limits | None) -> tuple[str, ...]:
-        """Kernels that runs of a plan launch, in order.
+    def needs(self, plan: Plan, limits: Limits | None, box: int | None = None) -> tuple[str, ...]:
+        """Kernels that runs of a plan launch, in order; ``box`` is that of their arrays' maps (None: as large as the plan's).
 
         A captured graph outlives its plan: with limits they choose, else the plan.
         """
         if limits is not None:
-            return self.needs_of(limits)
-        if self._needs[0] is not plan:
-            names = (DECODE if plan_decodes(plan) else ATTEND, *((MERGE,) if len(plan.merge) else ()))
-            self._needs = (plan, names)
+            return self.needs_of(limits, box)
+        known = (plan, box)
+        if self._needs[0] != known:
+            team = pack.has_team_items(plan)
+            names = (
+                (DECODE if plan_decodes(plan) else ATTEND,) if len(plan.work) and not _all_team(plan) else ()
+            )
+            if team:
+                names += (HOPPER_GATHER if self._by_key(plan, box) else HOPPER_BOXES,)
+            self._needs = (known, (*names, *((MERGE,) if len(plan.merge) else ())))
         return self._needs[1]
 
-    def needs_of(self, limits: Limits | None) -> tuple[str, ...]:
+    def needs_of(self, limits: Limits | None, box: int | None = None) -> tuple[str, ...]:
         """Kernels that runs of any plan within limits launch; of None: all that there are."""
         if limits is None:
             return self.programs.names
-        return (DECODE if limits_decode(self.spec, limits) else ATTEND, MERGE)
+        first = DECODE if limits_decode(self.spec, limits) else ATTEND
+        if not self.maps_at or not limits_team(self.spec, limits):
+            return (first, MERGE)
+        by_boxes = () if box == boxes.NO_BOXES else (HOPPER_BOXES,)
+        return (first, *by_boxes, HOPPER_GATHER, MERGE)
 
     def prepare(self, plan: Plan | None, limits: Limits | None) -> None:
         """Compile what a plan (None: any plan within the limits) needs, so that its runs do not."""
         for name in self.needs_of(limits) if plan is None else self.needs(plan, limits):
             self.programs.entry(name)
 
-    def grids(self, loaded: Loaded, num_qo_heads: int) -> tuple[tuple[int, int], ...]:
-        """(grid that serves every later plan within the limits, grid that this plan needs) of each entry.
+    @staticmethod
+    def _by_key(plan: Plan, box: int | None) -> bool:
+        """Whether the Hopper kernel fetches a plan's K and V key by key, under maps of such boxes."""
+        return boxes.of_plan(plan)[0] < 0 if box is None else box == boxes.NO_BOXES
+
+    def grid(self, name: str, loaded: Loaded, num_qo_heads: int, box: int) -> tuple[int, int]:
+        """(grid that serves every later plan within the limits, grid that this plan needs) of a kernel.
 
         attend: one CTA per worker of the plan's traits. merge: the count is read on the device.
         """
         plan = loaded.plan
-        rows = loaded.merge_rows.shape[0] * num_qo_heads
+        if name == MERGE:
+            rows = loaded.merge_rows.shape[0] * num_qo_heads
+            return self.merge_grid, min(self.merge_grid, -(-rows // MERGE_WARPS))
+        if name in (HOPPER_BOXES, HOPPER_GATHER):
+            workers = plan.traits.team.num_workers  # type: ignore[union-attr]
+            mine = (name == HOPPER_GATHER) == self._by_key(plan, box)
+            return workers, workers if mine and pack.has_team_items(plan) else 0
         workers = plan.traits.num_workers
-        return (workers, workers if loaded.work.shape[0] else 0), (
-            self.merge_grid,
-            min(self.merge_grid, -(-rows // MERGE_WARPS)),
-        )
+        return workers, workers if len(plan.work) and not _all_team(plan) else 0
 
     def pack_header(self, loaded: Loaded, target: np.ndarray) -> None:
         """Write what the kernels read of a plan (pack.HEADER)."""
@@ -208,19 +271,37 @@ class CudaKernel:
         """What runs a call, and later ones that differ in addresses, scale and stream alone."""
         return Repeat(self, call, limits)
 
-    def _arguments(self, call: Call) -> bytes:
+    def arguments(self, call: Call) -> tuple[Any, Any]:
+        """(memory, address in it) of the packed Launch of a call: on a multiple of 64 bytes, tensor maps that nobody uses."""
+        ffi, _ = driver.shim()
         table: Any = call.params.table
-        return pack.fill_run(call, self.itemsize) + (table.tobytes() or bytes(64))
+        packed = pack.fill_run(call, self.itemsize) + (table.tobytes() or bytes(64))
+        memory = ffi.new("char[]", max(len(packed), self.maps_at + boxes.MAPS_BYTES) + 64)
+        at = memory + -int(ffi.cast("uintptr_t", memory)) % 64
+        ffi.memmove(at, packed, len(packed))
+        if self.maps_at:
+            boxes.encode(self.device.index, at + self.maps_at, call, boxes.NO_BOXES, self.spec)
+        return memory, at
 
     def attend(self, call: Call) -> None:
         """Run every work item."""
-        plan = call.loaded.plan
-        entry = self.programs.entry(self.needs(plan, None)[0])
-        launch(entry, plan.traits.num_workers, self._arguments(call), call.stream)
+        self._launch(call, merges=False)
 
     def merge(self, call: Call) -> None:
         """Fold and finish the rows of the merge list."""
-        launch(self.programs.entry(MERGE), self.merge_grid, self._arguments(call), call.stream)
+        self._launch(call, merges=True)
+
+    def _launch(self, call: Call, merges: bool) -> None:
+        plan, box = call.loaded.plan, boxes.NO_BOXES
+        memory, at = self.arguments(call)
+        if self.maps_at and pack.has_team_items(plan):
+            box = boxes.box_of(plan, call, self.spec)
+            boxes.encode(self.device.index, at + self.maps_at, call, box, self.spec)
+        for name in self.needs(plan, None, box):
+            _, grid = self.grid(name, call.loaded, call.q.shape[1], box)
+            if (name == MERGE) == merges and grid:
+                launch(self.programs.entry(name), grid, at, call.stream)
+        del memory
 
     def place(self, name: str, array: np.ndarray) -> TensorView:
         """A parameter's host array on the device; equal arrays are copied once, so that a captured run finds them there."""

@@ -7,17 +7,18 @@ The rendered source asserts every size, so a change on one side alone does not c
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from attnrt.backends.cuda import boxes
+from attnrt.backends.cuda.fastdiv import fast_div
 from attnrt.errors import LimitError, UnsupportedError
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Call, Loaded, PagedView, PartViews
-    from attnrt.scheduler.base import NumericClass
+    from attnrt.scheduler.base import NumericClass, Plan
 
 __all__ = [
     "HEADER",
@@ -27,6 +28,7 @@ __all__ = [
     "aligned",
     "fill_header",
     "fill_run",
+    "has_team_items",
     "layout_asserts",
     "pack_rulers",
     "paged",
@@ -87,7 +89,8 @@ HEADER_POINTERS = (
 )
 HEADER = np.dtype(
     [(name, "<u8") for name in HEADER_POINTERS]
-    + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers", "box_log2")]
+    + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers")]
+    + [(name, "<i4") for name in ("box_log2", "page_box_log2", "pad")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
 LAUNCH_RUN = np.dtype(
@@ -123,23 +126,10 @@ def layout_asserts() -> str:
     return "\n".join(lines)
 
 
-@lru_cache(maxsize=1024)
-def fast_div(divisor: int) -> tuple[int, int, int]:
-    """(divisor, mul, shift) for 31-bit dividends: n // divisor == (n * mul) >> (32 + shift), or n >> shift if mul is 0.
-
-    With l = ceil(log2 d), mul = ceil(2^(31 + l) / d) is below 2^32 and its error is too small to matter below 2^31
-    (Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994, theorem 4.2).
-    """
-    log = (divisor - 1).bit_length()
-    if divisor == 1 << log:
-        return divisor, 0, log
-    return divisor, -(-(1 << (31 + log)) // divisor), log - 1
-
-
 # The dtypes above say what lies where; packing goes through struct, which is an order of magnitude faster than records.
 _PAGED = struct.Struct("<QqqqqIIIi")
 _PART = struct.Struct(f"<{len(PART_POINTERS)}QIIIiii")
-_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q6i")
+_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q8i")
 _RULER = struct.Struct(f"<{2 * MAX_STEPS + 1}i")
 _RUN = struct.Struct("<QQqqQqqqqIIIiQqqqqIIIiQqqQqqfi")
 assert (_PAGED.size, _PART.size, _RULER.size, _RUN.size) == tuple(
@@ -197,7 +187,8 @@ def fill_header(loaded: Loaded, target: np.ndarray, rulers: bytes | None = None)
         len(loaded.parts),
         plan.tree == "pairwise",
         0 if team is None else team.num_workers,
-        -1,
+        *(boxes.of_plan(plan) if team is not None and has_team_items(plan) else (-1, -1)),
+        0,
     )
     buffer = target.data
     _COUNTS.pack_into(buffer, 0, *pointers, *counts)
@@ -206,6 +197,12 @@ def fill_header(loaded: Loaded, target: np.ndarray, rulers: bytes | None = None)
     buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
     for i, part in enumerate(loaded.parts):
         _PART.pack_into(buffer, _AT_PARTS + i * _PART.size, *_part(part))
+
+
+def has_team_items(plan: Plan) -> bool:
+    """Whether the team has work."""
+    indptr = plan.work.worker_indptr
+    return bool(indptr[plan.traits.num_workers] < indptr[-1])
 
 
 def aligned(view: PagedView, itemsize: int) -> bool:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from attnrt.backends.cuda.render import entry_names, render
+from attnrt.backends.cuda.render import entry_names, render, threads_of
 
 if TYPE_CHECKING:
     from attnrt.backends.cuda.kernel import Module
@@ -29,11 +29,15 @@ class Programs:
     spec : AttentionSpec
     load : callable (source, names) -> Module
         Compiles a text with these kernels (or finds it in the cache) and loads it.
+    hopper : bool
+        Whether the device has the instructions of sm_90a.
     """
 
-    def __init__(self, spec: AttentionSpec, load: Callable[[str, tuple[str, ...]], Module]) -> None:
+    def __init__(
+        self, spec: AttentionSpec, load: Callable[[str, tuple[str, ...]], Module], hopper: bool
+    ) -> None:
         self.spec, self._load = spec, load
-        self.names = entry_names(spec)
+        self.names = entry_names(spec, hopper)
         self._modules: dict[str, Module] = {}  # held: a library that is let go of takes its kernels along
         self._lock = threading.Lock()
 
@@ -49,5 +53,7 @@ class Programs:
             with self._lock:  # NVRTC compiles one text at a time in any case
                 found = self._modules.get(name)
                 if found is None:
-                    found = self._modules[name] = self._load(render(self.spec, name), (name,))
+                    found = self._load(render(self.spec, name), (name,))
+                    found.entry(name).threads = threads_of(self.spec, name)
+                    self._modules[name] = found
         return found.entry(name)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnrt.backends.cuda import pack
-from attnrt.backends.cuda.tables import DECODE_CTAS, TileConfig, tile_config
+from attnrt.backends.cuda.boxes import MAPS_BYTES
+from attnrt.backends.cuda.tables import DECODE_CTAS, TileConfig, hopper_config, tile_config
 from attnrt.variants import include_dir
 
 if TYPE_CHECKING:
@@ -26,30 +27,50 @@ __all__ = [
     "ATTEND",
     "DECODE",
     "DECODE_SMEM",
+    "HOPPER",
+    "HOPPER_BOXES",
+    "HOPPER_GATHER",
+    "HOPPER_SMEM",
     "MERGE",
     "SMEM",
     "SMEM_BYTES",
     "THREADS",
     "entry_names",
     "flatten",
+    "maps_offset",
     "render",
+    "threads_of",
     "variant_text",
     "waits",
 ]
 
 ATTEND, MERGE, SMEM = "attnrt_attend", "attnrt_merge", "attnrt_smem_bytes"
 DECODE, DECODE_SMEM = "attnrt_decode", "attnrt_decode_smem_bytes"
+HOPPER_BOXES, HOPPER_GATHER, HOPPER_SMEM = (
+    "attnrt_hopper_boxes",
+    "attnrt_hopper_gather",
+    "attnrt_hopper_smem_bytes",
+)
+#: The Hopper kernel in its two forms: K and V in boxes (boxes.py), or key by key.
+HOPPER = (HOPPER_BOXES, HOPPER_GATHER)
+_HOPPER_BYTES = "attnrt::hopper_smem_bytes<attnrt::Config, attnrt::Variant>()"
 #: Dynamic shared memory of the kernels that have some, as a constant expression of their text.
 SMEM_BYTES = {
     ATTEND: "attnrt::Layout<attnrt::Config, attnrt::Variant>::kOffsetMeta"
     " + sizeof(attnrt::Meta<attnrt::Layout<attnrt::Config, attnrt::Variant>>)",
     DECODE: "attnrt::DecodeShape::kOffsetMeta + sizeof(attnrt::DecodeMeta<attnrt::DecodeShape, attnrt::Variant>)",
+    HOPPER_BOXES: _HOPPER_BYTES,
+    HOPPER_GATHER: _HOPPER_BYTES,
 }
 THREADS = 128
 #: CTAs of the merge kernel per multiprocessor: fixed, for a captured graph; four warps each take (row, head) pairs in turn.
 MERGE_CTAS = 4
+#: sizeof(ParamRef).
+PARAM_BYTES = 64
 
-#: Fields of TileConfig that kernels read.
+#: Fields of TileConfig that the Hopper kernel reads; it has more of its own.
+_HOPPER_CONSTANTS = ("q_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo", "shared_kv")
+#: Fields of TileConfig that the others read.
 _CONSTANTS = (
     *("q_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo"),
     *("m_blocks", "kv_tile", "stages", "q_blocks", "shared_kv"),
@@ -81,11 +102,10 @@ def flatten(*names: str) -> str:
     return "\n".join(expand(name) for name in names)
 
 
-def config_text(config: TileConfig, only: tuple[str, ...] | None = None) -> str:
-    """The constants (or only the named ones) as the struct that the kernels take."""
+def config_text(config: TileConfig, only: tuple[str, ...] = _CONSTANTS, **more: int) -> str:
+    """The constants (or only the named ones, and more) as the struct that the kernels take."""
     lines = []
-    for name in _CONSTANTS if only is None else only:
-        value = getattr(config, name)
+    for name, value in {**{name: getattr(config, name) for name in only}, **more}.items():
         if name.endswith("_type"):
             lines.append(f"  static constexpr Dtype {name} = Dtype::{value};")
         elif isinstance(value, bool):
@@ -149,19 +169,54 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
 """
 
 
-#: Each kernel's header and what prints its entry point.
-_KERNELS: dict[str, tuple[str, Callable[[TileConfig], str]]] = {
-    ATTEND: ("attend.cuh", _attend_text),
-    DECODE: ("decode.cuh", _decode_text),
-    MERGE: ("merge.cuh", _merge_text),
+def _hopper_text(name: str) -> str:
+    # Both forms may be launched one after the other: the plan at hand and the maps say which of them it is that runs.
+    boxes = name == HOPPER_BOXES
+    return f"""
+static_assert(sizeof(attnrt::KvMaps) == {MAPS_BYTES});
+extern "C" __device__ const int {HOPPER_SMEM} = {_HOPPER_BYTES};
+
+extern "C" __global__ void __launch_bounds__(attnrt::HopperLayout<attnrt::Config, attnrt::Variant>::kThreads, 1)
+{name}(const __grid_constant__ attnrt::Launch launch) {{
+  extern __shared__ __align__(1024) char smem[];
+  attnrt::prefetch_plan(launch.run.plan);
+  attnrt::wait_for_predecessors();
+  attnrt::release_dependents();
+  if (attnrt::reads_boxes(launch.run, launch.maps) != {"true" if boxes else "false"}) return;
+  typedef attnrt::HopperLoader<attnrt::Config, attnrt::Variant, attnrt::Loading::{"boxes" if boxes else "gather"}> Loader;
+  attnrt::hopper_attend<attnrt::Config, attnrt::Variant, Loader>(launch.run, launch.params, launch.maps, smem);
+}}
+"""
+
+
+_HOPPER_HEADERS = ("hopper_attend.cuh", "hopper_loader.cuh")
+#: Each kernel's headers and what prints its entry point.
+_KERNELS: dict[str, tuple[tuple[str, ...], Callable[[TileConfig], str]]] = {
+    ATTEND: (("attend.cuh",), _attend_text),
+    DECODE: (("decode.cuh",), _decode_text),
+    HOPPER_BOXES: (_HOPPER_HEADERS, lambda config: _hopper_text(HOPPER_BOXES)),
+    HOPPER_GATHER: (_HOPPER_HEADERS, lambda config: _hopper_text(HOPPER_GATHER)),
+    MERGE: (("merge.cuh",), _merge_text),
 }
 #: Constants that the merge kernel reads: a text with fewer is the same for more specs, and is compiled once for them all.
 _MERGE_CONSTANTS = ("out_type", "group", "head_dim_vo")
 
 
-def entry_names(spec: AttentionSpec) -> tuple[str, ...]:
-    """Kernels that a spec has."""
-    return (ATTEND, DECODE, MERGE) if tile_config(spec).q_blocks else (ATTEND, MERGE)
+def entry_names(spec: AttentionSpec, hopper: bool = False) -> tuple[str, ...]:
+    """Kernels that a spec has; ``hopper``: on a device with the instructions of sm_90a."""
+    decode = (DECODE,) if tile_config(spec).q_blocks else ()
+    return (ATTEND, *decode, *(HOPPER if hopper and hopper_config(spec) else ()), MERGE)
+
+
+def threads_of(spec: AttentionSpec, name: str) -> int:
+    """Threads of a CTA of a kernel."""
+    config = hopper_config(spec) if name in HOPPER else None
+    return THREADS if config is None else config.threads
+
+
+def maps_offset(num_params: int) -> int:
+    """Where the tensor maps lie in the Hopper kernel's Launch: behind what the others read, on a multiple of 64 bytes."""
+    return -(-(pack.LAUNCH_RUN.itemsize + PARAM_BYTES * max(1, num_params)) // 64) * 64
 
 
 def _finishing(composed: Composed) -> Composed:
@@ -181,18 +236,24 @@ def render(spec: AttentionSpec, *names: str) -> str:
     """CUDA C++ of the named kernels of a spec (of all that it has, if none is named); the same text for NVRTC and nvcc."""
     config, composed = tile_config(spec), spec.composed
     names = names or entry_names(spec)
-    constants = config_text(config)
+    constants, maps, asserts = config_text(config), "", ""
+    wide = hopper_config(spec) if set(names) & set(HOPPER) else None
+    if wide is not None:
+        own = {"kv_tile": wide.kv_tile, "warpgroups": wide.warpgroups, "folds": wide.folds}
+        constants, maps = config_text(config, _HOPPER_CONSTANTS, **own), "\n  KvMaps maps;"
+        asserts = f"\nstatic_assert(sizeof(Launch) == {maps_offset(len(composed.params)) + MAPS_BYTES});"
     if names == (MERGE,):
         composed, constants = _finishing(composed), config_text(config, _MERGE_CONSTANTS)
     entries = "".join(_KERNELS[name][1](config) for name in names)
-    return f"""{flatten(*(_KERNELS[name][0] for name in names))}
+    headers = dict.fromkeys(header for name in names for header in _KERNELS[name][0])
+    return f"""{flatten(*headers)}
 {variant_text(composed)}
 namespace attnrt {{
 {constants}
 struct Launch {{
   RunParams run;
-  ParamRef params[{max(1, len(composed.params))}];
+  ParamRef params[{max(1, len(composed.params))}];{maps}
 }};
-{pack.layout_asserts()}
+{pack.layout_asserts()}{asserts}
 }}  // namespace attnrt
 {entries}"""

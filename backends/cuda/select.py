@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention kernel a plan gets: the decode kernel or the tile kernel. Both take anything that the spec allows and give the
-same bits, so this decides time alone.
+"""Which attention kernel a plan's items get that are not the Hopper kernel's: the decode kernel or the tile kernel. Both take
+anything that the spec allows and give the same bits, so this decides time alone. What the Hopper kernel takes, a request's own
+length decides (tables.py), because its bits are others.
 
 A captured graph outlives the plan that it was captured under, so with limits the choice is made from them and the spec.
 """
@@ -9,14 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnrt.backends.cuda.tables import decode_blocks
+from attnrt.backends.cuda.tables import DECODE_ROWS, decode_blocks
+from attnrt.scheduler.base import WORK_FIELDS
 
 if TYPE_CHECKING:
     from attnrt.layout import Limits
     from attnrt.scheduler.base import Plan
     from attnrt.spec import AttentionSpec
 
-__all__ = ["decode_queries", "limits_decode", "plan_decodes"]
+__all__ = ["decode_queries", "limits_decode", "limits_team", "plan_decodes"]
 
 
 def decode_queries(spec: AttentionSpec) -> int:
@@ -27,10 +29,22 @@ def decode_queries(spec: AttentionSpec) -> int:
 def plan_decodes(plan: Plan) -> bool:
     """Whether no item of a plan has more rows than a tile of the decode kernel (it would read the item's keys again)."""
     most = decode_queries(plan.spec)
-    work = plan.work
-    return most > 0 and (not len(work) or int((work["q_end"] - work["q_begin"]).max()) <= most)
+    mine = plan.work.items[: plan.work.worker_indptr[plan.traits.num_workers]]
+    begin, end = WORK_FIELDS.index("q_begin"), WORK_FIELDS.index("q_end")
+    return most > 0 and (not len(mine) or int((mine[:, end] - mine[:, begin]).max()) <= most)
 
 
 def limits_decode(spec: AttentionSpec, limits: Limits) -> bool:
     """Whether limits promise so few queries per request that all are decode rows."""
-    return 0 < limits.max_qo_tokens <= limits.max_requests * decode_queries(spec)
+    most = decode_queries(spec)
+    if limits.max_qo_len is not None and limits.max_qo_len <= most:
+        return most > 0
+    return 0 < limits.max_qo_tokens <= limits.max_requests * most
+
+
+def limits_team(spec: AttentionSpec, limits: Limits) -> bool:
+    """Whether limits let a request be longer than a decode step."""
+    longest = (
+        limits.max_qo_tokens if limits.max_qo_len is None else min(limits.max_qo_tokens, limits.max_qo_len)
+    )
+    return longest * spec.group > DECODE_ROWS

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnrt.dtypes import as_dtype
-from attnrt.scheduler.base import NumericClass, Traits
+from attnrt.scheduler.base import NumericClass, Team, Traits
 from attnrt.scheduler.machines import APPEND_RULER, DECODE_RULER, ONE_LEAF
 
 if TYPE_CHECKING:
+    from attnrt.scheduler.base import Ruler
     from attnrt.spec import AttentionSpec
 
-__all__ = ["TileConfig", "tile_config", "traits_for"]
+__all__ = ["DECODE_ROWS", "HopperConfig", "TileConfig", "hopper_config", "tile_config", "traits_for"]
 
 #: Dtype names to the enumerators of kernels/types.cuh.
 ENUMERATORS = {
@@ -108,29 +109,92 @@ def decode_blocks(spec: AttentionSpec) -> int:
     return -(-spec.group // 8) if dims and plain and spec.group <= 16 else 0
 
 
-def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str) -> Traits:
-    """What the planner needs to know of the tile kernel on a device with this many multiprocessors.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperConfig:
+    """Constants of one instantiation of the Hopper prefill kernel (``Config`` of kernels/hopper_layout.cuh).
 
-    Decode and prefill rows have the same bits inside a leaf; only the rulers differ, so "token" mode is one class.
+    Attributes
+    ----------
+    kv_tile : int
+        Keys per tile; part of the numeric class.
+    warpgroups : int
+        Consumer warpgroups of 64 rows.
+    folds : bool
+        Whether an item may hold several leaves.
+    """
+
+    kv_tile: int
+    warpgroups: int
+    folds: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Query-head rows per pass."""
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the consumers, and a warpgroup that loads."""
+        return 128 * (self.warpgroups + 1)
+
+
+#: (head_dim, head_dim_vo) that the Hopper kernel takes: two buffers each of Q, K and V fit in shared memory.
+HOPPER_DIMS = {
+    (64, 64): HopperConfig(kv_tile=128, warpgroups=2),
+    (128, 64): HopperConfig(kv_tile=128, warpgroups=2),
+    (128, 128): HopperConfig(kv_tile=128, warpgroups=2),
+}
+
+#: Query-head rows of a request up to which it is a decode step: the class of its own bits, on every device.
+DECODE_ROWS = 64
+
+#: Keys whose K and V keep half of an H200's second-level cache busy; performance.md has what it is worth.
+SECTION_BYTES = 32 << 20
+
+
+def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
+    """The Hopper kernel's constants for a spec; None where it does not take it: other dims or types, hooks that rewrite Q, K
+    or V, V inside K's rows. A matter of the spec alone, because it is part of what a request's bits depend on."""
+    composed = spec.composed
+    plain = composed.query is None and composed.key_map is None and composed.value is None
+    wide = spec.kv_dtype == spec.q_dtype and spec.q_dtype in ("float16", "bfloat16")
+    if not plain or not wide or spec.shared_kv:
+        return None
+    return HOPPER_DIMS.get((spec.head_dim, spec.head_dim_vo))
+
+
+def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, hopper: bool = False) -> Traits:
+    """What the planner needs to know of the kernels on a device with this many multiprocessors.
+
+    With the tile kernel alone, decode and prefill rows have the same bits inside a leaf; only the rulers differ, so "token"
+    mode is one class. On a device that has it (``hopper``), the Hopper kernel takes all requests past decode steps.
     """
     config = tile_config(spec)
-    q_tile = max(config.rows, spec.group)
+    wide = hopper_config(spec) if hopper and deterministic != "token" else None
 
-    def klass(name: str, max_rows: int | None, ruler: object) -> NumericClass:
-        return NumericClass(name=name, max_rows=max_rows, kv_tile=config.kv_tile, q_tile=q_tile, ruler=ruler)  # type: ignore[arg-type]
+    def klass(name: str, max_rows: int | None, ruler: Ruler, tile: TileConfig | HopperConfig) -> NumericClass:
+        q_tile = max(tile.rows, spec.group)
+        return NumericClass(name=name, max_rows=max_rows, kv_tile=tile.kv_tile, q_tile=q_tile, ruler=ruler)
 
     if deterministic == "token":
-        classes: tuple[NumericClass, ...] = (klass("token", None, DECODE_RULER),)
+        classes: tuple[NumericClass, ...] = (klass("token", None, DECODE_RULER, config),)
     else:
         classes = (
-            klass("decode", 64, DECODE_RULER),
-            klass("append", 2048, APPEND_RULER),
-            klass("prefill", None, ONE_LEAF),
+            klass("decode", DECODE_ROWS, DECODE_RULER, config),
+            klass("append", 2048, APPEND_RULER, wide or config),
+            klass("prefill", None, ONE_LEAF, wide or config),
         )
     # In units of one key of one KV head read from memory. A tile of 16 rows costs its loads; each further row block adds the
     # multiply of the tile at the rate of mma.sync.
     key_bytes = as_dtype(spec.kv_dtype).itemsize * (
         spec.head_dim + (0 if spec.shared_kv else spec.head_dim_vo)
+    )
+    # In keys: a pass costs as much as three quarters of a tile beside its tiles, however few rows it has.
+    team = wide and Team(
+        first_class=1,
+        num_workers=multiprocessors,
+        fixed=0.75 * wide.kv_tile,
+        section=SECTION_BYTES // key_bytes,
     )
     return Traits(
         name=f"cuda-sm{multiprocessors}",
@@ -140,4 +204,5 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str) ->
         beta=1.0,
         beta_rows=(spec.head_dim + spec.head_dim_vo) / (64 * key_bytes),
         fixed=64.0,
+        team=team,
     )

@@ -137,6 +137,16 @@ int cuKernelGetFunction(void** f, void* k) { return *f = k, 0; }
 int cuKernelGetAttribute(int* v, int, void*, int) { return *v = 64, 0; }
 int cuKernelSetAttribute(int, int, void*, int) { return 0; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) { return *n = 2, 0; }
+int cuTensorMapEncodeTiled(void* map, int, unsigned, void* address, const uint64_t*, const uint64_t*, const uint32_t*,
+                           const uint32_t*, int, int, int, int) {
+  if (reinterpret_cast<uintptr_t>(map) % 64 || reinterpret_cast<uintptr_t>(address) % 16) return 1;
+  memset(map, 0, 128);
+  return memcpy(map, &address, sizeof address), 0;
+}
+int cuTensorMapReplaceAddress(void* map, void* address) {
+  if (reinterpret_cast<uintptr_t>(map) % 64 || reinterpret_cast<uintptr_t>(address) % 16) return 1;
+  return memcpy(map, &address, sizeof address), 0;
+}
 // The first bytes of the last launch's parameter.
 static char parameter[200];
 const char* fake_parameter() { return parameter; }

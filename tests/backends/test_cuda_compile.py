@@ -7,8 +7,18 @@ import pytest
 
 import attnrt as at
 from attnrt.backends.cuda import append, merge_parts
-from attnrt.backends.cuda.render import ATTEND, DECODE, MERGE, THREADS, entry_names, render, waits
-from attnrt.backends.cuda.tables import DECODE_CTAS, tile_config
+from attnrt.backends.cuda.render import (
+    ATTEND,
+    DECODE,
+    HOPPER,
+    MERGE,
+    THREADS,
+    entry_names,
+    render,
+    threads_of,
+    waits,
+)
+from attnrt.backends.cuda.tables import DECODE_CTAS, hopper_config, tile_config, traits_for
 from attnrt.errors import CompileError
 from attnrt.variants import compose
 
@@ -73,6 +83,47 @@ def test_registers_and_spills(name, arch):
         assert found[DECODE].stack == 0
         assert found[DECODE].registers * THREADS * DECODE_CTAS <= REGISTERS
     assert not nvrtc.warnings_of(logs), logs
+
+
+#: Bytes of spill stores that the Hopper kernel (boxes, key by key) may have: ptxas gives each of its threads 168 registers at
+#: entry, the loaders live in 72 or 104, and hooks take theirs from the consumers.
+HOPPER_SPECS = {
+    "bf16 128": ({}, (0, 8)),
+    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (0, 0)),
+    "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (0, 64)),
+    "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (0, 8)),
+    "window, softcap": ({"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0))}, (0, 128)),
+    "alibi": ({"variant": (v.causal(), v.alibi())}, (160, 320)),
+    "mask": ({"variant": (v.custom_mask(),)}, (320, 1024)),
+}
+
+
+@pytest.mark.parametrize("name", HOPPER_SPECS)
+def test_the_hopper_kernel(name):
+    """No product is serialised (C75xx), no more registers spill than known."""
+    changes, most = HOPPER_SPECS[name]
+    s = spec(**changes)
+    for kernel, spilled in zip(HOPPER, most, strict=True):
+        source = render(s, kernel)
+        assert waits(source, (kernel,))
+        _, log = nvrtc.compile_source(source, "sm_90a", name)
+        used = nvrtc.resources(log)[kernel]
+        assert used.registers * threads_of(s, kernel) <= REGISTERS
+        assert used.spilled <= spilled, used
+        assert not nvrtc.warnings_of(log), log
+
+
+def test_which_specs_the_hopper_kernel_takes():
+    """And that nothing else decides: a request's bits are its spec's and its length's."""
+    takes = [name for name in SPECS if hopper_config(spec(**SPECS[name])) is not None]
+    assert takes == ["bf16 128", "sigmoid mask", "fp16 64", "16 rows", "window, softcap"]
+    for name, changes in SPECS.items():
+        s = spec(**changes)
+        assert (set(HOPPER) <= set(entry_names(s, hopper=True))) == (name in takes)
+        assert not set(HOPPER) & set(entry_names(s))
+        classes = traits_for(s, 132, "batch", hopper=True).classes
+        assert [c.kv_tile == 128 for c in classes] == [False, name in takes, name in takes]
+        assert traits_for(s, 132, "token", hopper=True) == traits_for(s, 132, "token")
 
 
 @pytest.mark.parametrize("arch", ARCHS)

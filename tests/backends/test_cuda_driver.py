@@ -65,11 +65,17 @@ for index, count in ((decode, 1), (cut, 2), (mixed, 3), (decode, 3), (cut, 3)):
     assert asked == order[:count]
 new().prepare(cut)
 assert asked == ["attnrt_decode", "attnrt_merge"]
-for limits, kernel in ((at.Limits(8, 32, 256), "attnrt_attend"), (at.Limits(8, 16, 256), "attnrt_decode")):
+hopper = ["attnrt_hopper_boxes", "attnrt_hopper_gather"]
+for limits, kernels in (
+    (at.Limits(8, 32, 256), ["attnrt_attend", *hopper]),
+    (at.Limits(8, 32, 256, max_qo_len=3), ["attnrt_attend"]),
+    (at.Limits(8, 32, 256, max_qo_len=2), ["attnrt_decode"]),
+    (at.Limits(8, 16, 256), ["attnrt_decode"]),
+):
     attn = new(limits=limits)
-    assert asked == [kernel, "attnrt_merge"], asked
+    assert asked == [*kernels, "attnrt_merge"], asked
     attn.plan(decode)
-    assert len(asked) == 2
+    assert len(asked) == len(kernels) + 1
 cuda._kernels.clear()
 asked.clear()
 del attn
@@ -78,8 +84,43 @@ gc.collect()
 held = sum(isinstance(x, DriverModule) for x in gc.get_objects())
 at.warmup([s], backend=cuda)
 gc.collect()  # a shared library that nobody holds is closed, with its kernels
-assert sum(isinstance(x, DriverModule) for x in gc.get_objects()) == held + 3
-assert sorted(asked) == ["attnrt_attend", "attnrt_decode", "attnrt_merge"]
+assert sum(isinstance(x, DriverModule) for x in gc.get_objects()) == held + 5
+assert sorted(asked) == ["attnrt_attend", "attnrt_decode", *hopper, "attnrt_merge"]
+""")
+
+
+def test_long_requests_go_to_the_hopper_kernel(fake):
+    """By boxes or key by key as pages and addresses allow, beside the tile kernel for the batch's decode steps."""
+    fake("""
+s = spec()
+def launched(index, size=16, attn=None):
+    attn = attn or at.Attention(s, backend=cuda)
+    plan = attn.plan(index)
+    q, kv, out, lse = arrays(s, plan.num_rows, pages=512, size=size)
+    trace()
+    attn.run(q, kv, out=out, lse=lse)
+    found = [tuple(line.split()[2:]) for line in trace() if line.startswith("launch")]
+    return [(name.removeprefix("attnrt_"), int(grid)) for name, grid in found]
+boxes, gather, tile = ("hopper_boxes", 132), ("hopper_gather", 132), ("attend", 528)
+decode = ("decode", 528)
+assert launched(paged((17, 40), (40, 70))) == [boxes]
+assert launched(paged((1, 40), (40, 70))) == [decode, boxes]
+assert launched(paged((5, 40), (40, 70))) == [tile, boxes]
+assert launched(paged((16, 16), (40, 70))) == [tile]
+assert launched(paged((17, 40), (40, 70), size=8), size=8) == [gather]
+assert launched(paged((17, 40), (40, 70), size=48), size=48) == [boxes]
+attn = at.Attention(s, backend=cuda)
+for size, kind in ((16, boxes), (16, boxes), (4, gather), (64, boxes), (16, boxes)):
+    assert launched(paged((17, 40), (40, 70), size=size), size=size, attn=attn) == [kind]
+flat = at.formats.ragged(np.array([0, 30, 60], np.int32), np.array([0, 33, 70], np.int32))
+attn.plan(flat)
+q = at.empty((60, 8, 64), s.q_dtype, "cuda:0")
+kv = tuple(at.empty((70, 2, 64), s.kv_dtype, "cuda:0") for _ in "kv")
+trace()
+attn.run(q, kv, out=at.empty((60, 8, 64), s.q_dtype, "cuda:0"))
+assert [line.split()[2] for line in trace() if "launch" in line] == ["attnrt_hopper_boxes"]
+token = at.Attention(s, backend=cuda, deterministic="token")
+assert launched(paged((17, 40), (40, 70)), attn=token) == [tile]
 """)
 
 
@@ -132,12 +173,23 @@ for again in range(2):
     assert kinds() == []
     attn.run(q, kv, out=out, lse=lse, stream=9)
     lines = trace()  # everything that a later plan may need, and nothing that allocates, waits or copies
-    assert [line.split()[2] for line in lines] == ["attnrt_attend", "attnrt_merge"], lines
-    assert {int(line.split()[3]) for line in lines} == {528}, lines
+    assert [line.split()[2:] for line in lines] == [
+        ["attnrt_attend", "528"], ["attnrt_hopper_boxes", "132"], ["attnrt_hopper_gather", "132"], ["attnrt_merge", "528"]
+    ], lines
 with pytest.raises(at.CaptureError):
     attn.append(k, k, kv, slots=[1, 2, 3, 4], stream=9)
 with pytest.raises(at.CaptureError):
     attn.copy_pages(kv, [1], [2], stream=9)
+driver.fake_capture(ctypes.c_void_p(9), 0)
+short = at.Attention(s, backend=cuda, limits=at.Limits(8, 32, 256, num_pages=64, max_qo_len=16))
+short.plan(paged(), pad_to=8)
+driver.fake_capture(ctypes.c_void_p(9), 1)
+trace()
+short.run(q, kv, out=out, lse=lse, stream=9)
+driver.fake_capture(ctypes.c_void_p(9), 0)
+assert [line.split()[2] for line in trace() if "launch" in line] == ["attnrt_attend", "attnrt_merge"]
+with pytest.raises(at.LimitError, match="max_qo_len"):
+    short.plan(paged((17, 1)))
 """)
 
 
@@ -261,7 +313,7 @@ attn.run(q, kv, out=out, alibi_slopes=slopes)
 trace()
 driver.fake_capture(ctypes.c_void_p(9), 1)
 attn.run(q, kv, out=out, alibi_slopes=slopes.copy(), stream=9)
-assert kinds() == ["launch", "launch"]
+assert kinds() == ["launch"] * 4
 for again in range(2):
     with pytest.raises(at.CaptureError, match="alibi_slopes must be on the device"):
         attn.run(q, kv, out=out, alibi_slopes=slopes * 2, stream=9)

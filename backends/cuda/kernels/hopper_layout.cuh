@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Hopper prefill family: shared memory, barriers and the walk over a worker's list that loaders and consumers
-// share. Not wired into the runtime yet, and this form has not run on a GPU yet (docs/performance.md, Prefill);
+// share. It runs prefill, append and mixed batches of Attention on sm_90 (docs/performance.md, Prefill);
 // benchmarks/experiments/prefill.cu builds, checks and times it, prefill_emulate.sh checks it on a CPU.
 //
 // One CTA per SM: a loader warpgroup and Config::warpgroups consumer warpgroups of 64 rows each. Operands lie as wgmma
@@ -30,6 +30,12 @@ struct KvMaps {
 };
 
 enum class Loading { boxes, gather };
+
+// Whether K and V of a plan come in the boxes of these maps: what its lists and pages allow must be as large as they.
+__device__ __forceinline__ bool reads_boxes(const RunParams& p, const KvMaps& maps) {
+  const bool anywhere = maps.page_k.divisor == 1u << 31 && maps.page_v.divisor == 1u << 31;
+  return (anywhere ? p.plan->box_log2 : p.plan->page_box_log2) >= maps.box_log2;
+}
 
 // Config: q_type (= kv_type, 16 bits), out_type; group, head_dim, head_dim_vo (multiples of 64), kv_tile, warpgroups.
 template <class Config, class Variant>
@@ -84,7 +90,7 @@ struct HopperMeta {
 };
 
 template <class Config, class Variant>
-constexpr int hopper_smem_bytes() {
+__host__ __device__ constexpr int hopper_smem_bytes() {
   return HopperLayout<Config, Variant>::kOffsetMeta + sizeof(HopperMeta<HopperLayout<Config, Variant>>);
 }
 

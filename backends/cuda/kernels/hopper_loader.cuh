@@ -166,10 +166,11 @@ class HopperLoader {
 
   // Bounds of what exists in memory under a block row. A list may hold more than its live range; the item may want less
   // of it.
-  __device__ __forceinline__ void live_range(const WorkItem& item, const PartDesc& part, const KvList& list, int& low,
-                                             int& high) const {
-    low = max(part.kv_begin[item.row], list.offset);
-    high = min(part.kv_end[item.row], bound_limit(p_, item, part));
+  __device__ __forceinline__ void live_range(const WorkItem& item, const PartDesc& part, const KvList& list, int head,
+                                             int& low, int& high) const {
+    const int entry = item.row * part.heads + (part.heads > 1 ? head : 0);
+    low = list.offset + part.kv_begin[entry];
+    high = min(list.offset + part.kv_end[entry], bound_limit(p_, item, part));
   }
 
   // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's lookup
@@ -182,7 +183,7 @@ class HopperLoader {
       KvList list;
       list.open(part, item.row, head);
       Tile tile;
-      live_range(item, part, list, tile.live_low, tile.live_high);
+      live_range(item, part, list, head, tile.live_low, tile.live_high);
       tile.low = max(item.kv_begin, tile.live_low);
       tile.high = min(item.kv_end, tile.live_high);
 #pragma unroll 1

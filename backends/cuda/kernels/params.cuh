@@ -115,7 +115,10 @@ struct PlanHeader {
   int num_parts;
   int pairwise;      // reduction tree: 0 sequential, 1 pairwise
   int team_workers;  // workers of the Hopper kernel; their lists come after those of the others
-  int box_log2;  // every list may be read in boxes of 2^box_log2 tokens that begin at multiples of it; negative: none
+  // Every list may be read in boxes of 2^box_log2 tokens that begin at multiples of so many, whatever pages the cache
+  // has, or 2^page_box_log2 where a box must lie in one page; negative: none.
+  int box_log2, page_box_log2;
+  int pad;
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };

@@ -71,6 +71,9 @@ struct Driver {
   Result (*KernelSetAttribute)(int, int, Handle, Device);
   Result (*OccupancyMaxActiveBlocks)(int*, Handle, int, size_t);
   Result (*LaunchKernelEx)(const LaunchConfig*, Handle, void**, void**);
+  Result (*TensorMapEncodeTiled)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const uint32_t*,
+                                 const uint32_t*, int, int, int, int);
+  Result (*TensorMapReplaceAddress)(void*, void*);
 };
 
 Driver cu;
@@ -111,7 +114,9 @@ bool resolve(void* lib) {
          find(lib, cu.KernelGetAttribute, "cuKernelGetAttribute") &&
          find(lib, cu.KernelSetAttribute, "cuKernelSetAttribute") &&
          find(lib, cu.OccupancyMaxActiveBlocks, "cuOccupancyMaxActiveBlocksPerMultiprocessor") &&
-         find(lib, cu.LaunchKernelEx, "cuLaunchKernelEx");
+         find(lib, cu.LaunchKernelEx, "cuLaunchKernelEx") &&
+         find(lib, cu.TensorMapEncodeTiled, "cuTensorMapEncodeTiled") &&
+         find(lib, cu.TensorMapReplaceAddress, "cuTensorMapReplaceAddress");
 }
 
 // Makes the device's primary context current for one call and puts the caller's back. When it is current already, as it
@@ -315,6 +320,16 @@ int attnrt_cuda_launch(const attnrt_launch_t* launch, void* params, uint64_t str
   return use.result() ? use.result() : enqueue(*launch, launch->grid, params, stream);
 }
 
+int attnrt_cuda_tensor_map(int device, void* map, int type, uint64_t address, const uint64_t* dims,
+                           const uint64_t* strides, const uint32_t* box) {
+  Use use(device);
+  if (use.result()) return use.result();
+  const uint32_t ones[4] = {1, 1, 1, 1};
+  const int plain = 0, swizzle128 = 3, promote128 = 2, zeros = 0;
+  return cu.TensorMapEncodeTiled(map, type, 4, reinterpret_cast<void*>(address), dims, strides, box, ones, plain,
+                                 swizzle128, promote128, zeros);
+}
+
 int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse,
                     float scale, uint64_t stream) {
   Use use(run->launches[0].device);
@@ -322,6 +337,7 @@ int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v,
   int capturing = 0;
   if (!r) r = cu.StreamIsCapturing(handle(stream), &capturing);
   if (!r && capturing && run->forbid_capture) return ATTNRT_CAPTURING;
+  if (!r && run->at_maps && (k | v) % 16) return ATTNRT_CAPTURING;
   char* args = run->args;
   const int vectors_k = run->aligned_k && k % 16 == 0, vectors_v = run->aligned_v && v % 16 == 0;
   memcpy(args + run->at_q, &q, sizeof q);
@@ -332,6 +348,10 @@ int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v,
   memcpy(args + run->at_scale, &scale, sizeof scale);
   memcpy(args + run->at_vectors_k, &vectors_k, sizeof vectors_k);
   memcpy(args + run->at_vectors_v, &vectors_v, sizeof vectors_v);
+  if (!r && run->at_maps) {
+    r = cu.TensorMapReplaceAddress(args + run->at_maps, reinterpret_cast<void*>(k));
+    if (!r) r = cu.TensorMapReplaceAddress(args + run->at_maps + 128, reinterpret_cast<void*>(v));
+  }
   for (int i = 0; !r && i < run->num_launches; ++i) {
     const unsigned grid = capturing ? run->launches[i].grid : run->eager_grid[i];
     if (grid) r = enqueue(run->launches[i], grid, args, stream);

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA backend of an sm_90 device on the CPU: the Hopper kernel by benchmarks/experiments/prefill_emulate.hpp (threads as
+fibers, asynchronous work at random moments), the others by emulated_cuda.py. bfloat16 alone; a tile takes tenths of a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from emulated_cuda import ASSEMBLY, EmulatedCuda, EmulatedKernel
+
+from attnrt.backends.cuda import boxes, pack, render, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
+
+_RUN = """
+typedef attnrt::HopperLayout<attnrt::Config, attnrt::Variant> Shape;
+template <attnrt::Loading kHow>
+static bool run(const attnrt::Launch& launch) {
+  typedef attnrt::HopperLoader<attnrt::Config, attnrt::Variant, kHow> Loader;
+  return emu::run(Shape::kThreads, [&] {
+    attnrt::hopper_attend<attnrt::Config, attnrt::Variant, Loader>(launch.run, launch.params, launch.maps, emu::smem);
+  });
+}
+extern "C" int emulate_hopper(const void* args, unsigned seed, int* by_boxes) {
+  const auto& launch = *static_cast<const attnrt::Launch*>(args);
+  emu::rng = seed;
+  *by_boxes = attnrt::reads_boxes(launch.run, launch.maps);
+  for (blockIdx.x = 0; blockIdx.x < launch.run.plan->team_workers; ++blockIdx.x)
+    if (!(*by_boxes ? run<attnrt::Loading::boxes>(launch) : run<attnrt::Loading::gather>(launch))) return 0;
+  return 1;
+}
+"""
+
+
+def hopper_text(spec: Any) -> str:
+    """The rendered text of a spec's Hopper kernel for g++, without its entry point."""
+    text = render.render(spec, render.HOPPER_BOXES)
+    for name in ("ptx.cuh", "kernels/hopper_ptx.cuh"):
+        own = render._INCLUDE.sub("", (render._ROOT / name).read_text().replace("#pragma once\n", ""))
+        before, found, after = text.partition(own.strip())
+        assert found, name
+        text = before + after
+    for found, instead in ASSEMBLY.items():
+        text = text.replace(found, instead)
+    head = (ROOT / "benchmarks/experiments/prefill_emulate.hpp").read_text().replace("#pragma once", "")
+    helpers = "static inline unsigned short emu_to_bf16(float x) { return emu::to_bf16(x); }\n" + "".join(
+        f"template <class... A> static inline unsigned {name}(A...) {{ abort(); }}\n"
+        for name in ("emu_from_half", "emu_to_half", "emu_mul_half2")
+    )
+    return f"{head}\n{helpers}{text[: text.index('static_assert(sizeof(attnrt::KvMaps)')]}{_RUN}"
+
+
+def compiled(spec: Any) -> ctypes.CDLL:
+    """The library of a spec, built once per text."""
+    text = hopper_text(spec)
+    folder = Path(tempfile.gettempdir()) / "attnrt-emulated"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            source, target = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
+            source.write_text(text)
+            done = subprocess.run(
+                ["g++", *FLAGS, str(source), "-o", str(target)], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr[:4000]
+            target.rename(path)
+    return ctypes.CDLL(str(path))
+
+
+class HopperKernel(EmulatedKernel):
+    """attend and merge; ``seen`` lists whether each Hopper launch went by boxes."""
+
+    def __init__(self, spec: Any, backend: EmulatedHopper) -> None:
+        super().__init__(spec, backend)
+        self.hopper = compiled(spec)
+
+    def attend(self, call: Any) -> None:
+        plan = call.loaded.plan
+        if plan.work.worker_indptr[plan.traits.num_workers]:
+            super().attend(call)
+        if not pack.has_team_items(plan):
+            return
+        box = boxes.box_of(plan, call, self.spec) if self.backend.boxes else boxes.NO_BOXES
+        head = pack.fill_run(call, self.itemsize) + (call.params.table.tobytes() or bytes(64))
+        at = render.maps_offset(len(self.spec.composed.params))
+        maps = bytes(256)
+        if box != boxes.NO_BOXES:  # as prefill_emulate.hpp reads them
+            maps = b"".join(
+                struct.pack("<9Q56x", address, *strides, *dims, extents[1])
+                for address, dims, strides, extents in boxes.geometry(call, box, self.spec)
+            )
+        packed = head.ljust(at, b"\0") + maps + boxes.tail(call, box)
+        memory = np.zeros(len(packed) + 64, np.uint8)
+        first = -memory.ctypes.data % 64
+        memory[first : first + len(packed)] = np.frombuffer(packed, np.uint8)
+        by_boxes = ctypes.c_int()
+        done = self.hopper.emulate_hopper(
+            ctypes.c_void_p(memory.ctypes.data + first), self.backend.seed, ctypes.byref(by_boxes)
+        )
+        assert done, "the threads of a CTA wait for each other in vain"
+        self.backend.seen.append(bool(by_boxes.value))
+
+
+class EmulatedHopper(EmulatedCuda):
+    """The backend; ``boxes`` False: K and V come key by key."""
+
+    name = "emulated hopper"
+
+    def __init__(self, multiprocessors: int = 2, boxes: bool = True, seed: int = 1) -> None:
+        super().__init__(multiprocessors=multiprocessors)
+        self.boxes, self.seed, self.seen = boxes, seed, []
+
+    def traits(self, spec: Any, features: Any, device: Any, deterministic: str = "batch") -> Any:
+        return tables.traits_for(spec, self.multiprocessors, deterministic, hopper=True)
+
+    def compile(self, spec: Any, features: Any, device: Any) -> HopperKernel:
+        if spec not in self._kernels:
+            self._kernels[spec] = HopperKernel(spec, self)
+        return self._kernels[spec]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernel behind Attention without a GPU (emulated_hopper.py): right, and the same bits however the keys come."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import attnrt as at
+from attnrt import testing
+from attnrt.dtypes import as_dtype
+
+sys.path.insert(0, str(Path(__file__).parent))
+from emulated_hopper import EmulatedHopper
+
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+pytestmark = pytest.mark.compile
+
+v = at.variants
+LENGTHS = ([70, 1, 0, 40, 33], [150, 60, 9, 40, 20])
+
+
+def spec(**changes):
+    base = {
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "variant": v.causal(),
+        "q_dtype": "bfloat16",
+    }
+    return at.AttentionSpec(**{**base, **changes})
+
+
+def right(s, lengths=LENGTHS, backend=None, **layout):
+    backend = backend or EmulatedHopper()
+    case = testing.make_case(s, *lengths, seed=3)
+    batch = testing.lay_out(case, **layout)
+    result = testing.run_batch(case, batch, backend, device="cpu")
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv, **batch.params)
+    testing.compare(s, answer, result.out, result.lse)
+    return result, backend
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [16, 48, 160])
+def test_boxes_and_keys_give_the_same_bits(page_size, layout):
+    s = spec(kv_layout=layout)
+    by_boxes, backend = right(s, page_size=page_size)
+    assert backend.seen == [True]
+    by_keys, backend = right(s, backend=EmulatedHopper(boxes=False), page_size=page_size)
+    assert backend.seen == [False]
+    testing.same(by_boxes, by_keys, "boxes and keys")
+
+
+def test_small_pages_come_key_by_key():
+    results = []
+    for page_size in (1, 7, 16):
+        result, backend = right(spec(), page_size=page_size)
+        assert backend.seen == [page_size == 16]
+        results.append(result)
+    testing.same(results[0], results[1], "pages of 1 and 7")
+    testing.same(results[0], results[2], "pages of 1 and 16")
+
+
+@pytest.mark.parametrize("name", ["window", "sigmoid", "all"])
+def test_variants(name):
+    variants = {
+        "window": (v.causal(), v.sliding_window(37)),
+        "sigmoid": (v.causal(), v.sigmoid()),
+        "all": (v.causal(), v.sliding_window(90), v.softcap(20.0), v.alibi(), v.sink_logits(-1.0)),
+    }
+    right(spec(variant=variants[name]))
+
+
+def test_a_mask_of_bits():
+    s, rng = spec(variant=v.full()), np.random.default_rng()
+    case = testing.make_case(s, [40, 33], [150, 33], seed=3)
+    batch = testing.lay_out(case)
+    masks = [rng.random((40, 150)) < 0.5, rng.random((33, 33)) < 0.1]
+    index = at.formats.tree(batch.index, mask=masks)
+    attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
+    plan = attn.plan(index)
+    out, lse = attn.run(batch.q, batch.kv, return_lse=True)
+    testing.check(plan, batch.q, batch.kv, out, lse)
+
+
+@pytest.mark.parametrize("oracle", ["poison", "batch_invariance", "layout_invariance"])
+def test_bitwise(oracle):
+    case = testing.make_case(spec(), [40, 1, 0, 33], [150, 60, 9, 20])
+    getattr(testing, oracle)(case, EmulatedHopper())
+
+
+def test_cut_rows():
+    """An append class of leaves of 4096 keys: cut among workers, folded in registers, merged."""
+    s = spec(num_qo_heads=1, num_kv_heads=1)
+    results = [right(s, ([65], [4300]), EmulatedHopper(n))[0] for n in (1, 3)]
+    testing.same(*results, "one worker and three")
+
+
+def test_ragged():
+    s = spec()
+    rng = np.random.default_rng(5)
+    qo, kv = np.array([0, 70, 110]), np.array([0, 150, 190])
+    index = at.formats.ragged(qo.astype(np.int32), kv.astype(np.int32))
+    bf16 = as_dtype("bfloat16").numpy
+    q = rng.standard_normal((110, 4, 64)).astype(np.float32).astype(bf16)
+    k, w = (rng.standard_normal((190, 2, 64)).astype(np.float32).astype(bf16) for _ in "kv")
+    backend = EmulatedHopper()
+    attn = at.Attention(s, backend=backend, device="cpu")
+    plan = attn.plan(index)
+    out, lse = attn.run(q, (k, w), return_lse=True)
+    testing.check(plan, q, (k, w), out, lse)
+    assert backend.seen == [True]

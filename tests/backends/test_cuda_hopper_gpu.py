@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernel behind Attention on a GPU of sm_90: float64, and bit for bit whatever batch, pages, arrays, workers bring."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import attnrt as at
+from attnrt import testing
+from attnrt.backends.cuda import driver
+from attnrt.testing.device import execute
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_arrays import World, head, to_host
+
+v = at.variants
+pytestmark = pytest.mark.gpu
+if driver.why_not() is None and driver.device_attribute(0, driver.MAJOR) != 9:
+    pytest.skip("needs sm_90", allow_module_level=True)
+
+#: Appends and prompts beside decode steps and nothing; odd lengths, more queries than keys, rows cut among workers.
+LENGTHS = ([200, 1, 0, 130, 17, 600, 33, 90], [333, 1400, 9, 130, 10, 777, 4500, 20])
+PROMPTS = ([200, 130, 33], [333, 130, 4500])
+
+
+def spec(**changes):
+    base = {
+        "num_qo_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "variant": v.causal(),
+        "q_dtype": "bfloat16",
+    }
+    return at.AttentionSpec(**{**base, **changes})
+
+
+def right(s, lengths=LENGTHS, backend="nvrtc", **layout):
+    """Run a random batch, compare it with dense float64 attention; the plan must have work for the Hopper kernel."""
+    case = testing.make_case(s, *lengths, seed=1)
+    batch = testing.lay_out(case, **layout)
+    plan = at.Attention(s, backend=backend, device="cuda").plan(batch.index, load=False)
+    assert plan.work.worker_indptr[plan.traits.num_workers] < len(plan.work)
+    result = testing.run_batch(case, batch, backend, device="cuda")
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv, **batch.params)
+    testing.compare(s, answer, result.out, result.lse)
+    return result
+
+
+VARIANTS = {
+    "full": v.full(),
+    "window": (v.causal(), v.sliding_window(137)),
+    "softcap": (v.causal(), v.softcap(5.0)),
+    "alibi": (v.causal(), v.alibi()),
+    "sigmoid": (v.causal(), v.sigmoid()),
+    "all": (v.causal(), v.sliding_window(300), v.softcap(20.0), v.alibi(), v.sink_logits(-1.0)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name):
+    right(spec(variant=VARIANTS[name]))
+    right(spec(variant=VARIANTS[name]), page_size=7)
+
+
+@pytest.mark.parametrize("name", ["causal", "sigmoid"])
+def test_masks_of_bits(name):
+    """What an index hides; one key by key, one in boxes, with the same bits."""
+    world = World(spec(variant={**VARIANTS, "causal": v.causal()}[name]), rows=300, pages=400)
+    qo, kv = [200, 1, 99], [333, 900, 99]
+    masks = [world.rng.random((q, k)) < 0.5 for q, k in zip(qo, kv, strict=True)]
+    masks[2][40:] = False  # rows that see nothing
+    flat = world.index(qo, kv)
+    want = world.fresh("nvrtc", at.formats.tree(flat, mask=masks))
+    ids = [flat.indices[a:b] for a, b in zip(flat.indptr[:-1], flat.indptr[1:], strict=True)]
+    tokens = [
+        (x[:, None] * 16 + np.arange(16)).reshape(-1)[:n].astype(np.int32)
+        for x, n in zip(ids, kv, strict=True)
+    ]
+    indptr = np.cumsum([0, *kv]).astype(np.int32)
+    single = at.formats.paged(flat.qo_indptr, indptr, np.concatenate(tokens), np.array(kv, np.int32), 1)
+    testing.same(want, world.fresh("nvrtc", at.formats.tree(single, mask=masks)), "single tokens")
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64)])
+@pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
+def test_dims_and_types(dims, q_dtype):
+    right(spec(head_dim=dims[0], head_dim_vo=dims[1], q_dtype=q_dtype))
+    right(spec(head_dim=dims[0], head_dim_vo=dims[1], q_dtype=q_dtype), page_size=1)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (9, 3), (28, 4), (16, 1), (71, 1)])
+def test_groups(heads):
+    right(spec(num_qo_heads=heads[0], num_kv_heads=heads[1], head_dim=64, out_dtype="float32"), PROMPTS)
+
+
+@pytest.mark.parametrize("backend", ["nvrtc", "nvcc"])
+def test_pages(backend):
+    """Boxes of every size and copies by key, in both orders of heads and tokens: one result."""
+    want = None
+    for layout in ("NHD", "HND"):
+        for page_size in (1, 7, 16, 48, 32, 64, 128, 544):
+            got = right(spec(kv_layout=layout), backend=backend, page_size=page_size)
+            want = want or got
+            testing.same(want, got, f"{layout} pages of {page_size}")
+    ragged = right(spec(), backend=backend, builder="ragged")
+    testing.same(want, ragged, "ragged")
+
+
+@pytest.mark.parametrize("name", ["causal", "all"])
+@pytest.mark.parametrize("lengths", [LENGTHS, PROMPTS], ids=["mixed", "prompts"])
+@pytest.mark.parametrize(
+    "oracle",
+    ["poison", "placement", "layout_invariance", "capacity", "workers", "batch_invariance", "sentinel"],
+)
+def test_bitwise(oracle, lengths, name):
+    case = testing.make_case(spec(variant={**VARIANTS, "causal": v.causal()}[name]), *lengths)
+    if oracle == "workers":
+        testing.workers(case, "nvrtc", (528, 524, 264, 28, 1))
+    else:
+        getattr(testing, oracle)(case, "nvrtc")
+
+
+@pytest.mark.parametrize("page_size", [16, 1])
+def test_history_changes_nothing(page_size):
+    cases = [testing.make_case(spec(), *lengths, seed=7) for lengths in (LENGTHS, ([1, 2], [300, 20]))]
+    testing.history(*cases, "nvrtc", page_size=page_size)
+
+
+def test_arrays_off_16_byte_lines():
+    """q, K and V shifted by one number: copied number by number, with the same bits."""
+    import torch
+
+    world = World(spec(), rows=300, pages=200)
+    index = world.index([200, 1, 99], [333, 900, 99])
+    want = world.fresh("nvrtc", index)
+
+    def shifted(x):
+        flat = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:]
+        flat.copy_(x.reshape(-1))
+        return flat.view(x.shape)
+
+    attn = at.Attention(world.spec, backend="nvrtc", device="cuda")
+    attn.plan(index)
+    k, w = world.gpu_kv
+    for arrays in (
+        (world.gpu_q, k, w),
+        (world.gpu_q, shifted(k), w),
+        (world.gpu_q, k, shifted(w)),
+        (shifted(world.gpu_q), k, w),
+        (shifted(world.gpu_q), shifted(k), shifted(w)),
+        (world.gpu_q, k, w),
+    ):
+        out, lse = world.results(300)
+        attn.run(arrays[0], arrays[1:], out=out, lse=lse)
+        testing.same(want, testing.Result(out=to_host(out), lse=to_host(lse)), "arrays off their lines")
+
+
+def test_a_shared_prefix():
+    """Prompts behind one prefix: as parts, the bits of the flat index."""
+    world = World(spec(), rows=300, pages=400)
+    lens, qo = np.array([900, 700, 800, 650]), [100, 1, 90, 40]
+    lists = [world.rng.permutation(400)[: -(-n // 16)].astype(np.int32) for n in lens]
+    for ids in lists[1:]:
+        ids[:37] = lists[0][:37]
+    indptr = np.cumsum([0, *map(len, lists)]).astype(np.int32)
+    flat = at.formats.paged(
+        np.cumsum([0, *qo]).astype(np.int32), indptr, np.concatenate(lists), lens.astype(np.int32), 16
+    )
+    want = world.fresh("nvrtc", flat)
+    shared = at.formats.share(flat, min_tokens=64)
+    assert len(shared.parts) > 1
+    testing.same(want, world.fresh("nvrtc", shared), "sharing the prefix")
+
+
+def test_a_graph_serves_boxes_and_keys():
+    """Captured under pages of 16, replayed under bridges of single tokens, decode steps alone, prompts alone."""
+    import torch
+
+    world = World(spec(), rows=256, pages=400)
+    limits = at.Limits(16, 256, 8192, max_parts=3)
+    attn = at.Attention(world.spec, backend="nvrtc", limits=limits, device="cuda")
+    out, lse = world.results(256)
+    attn.plan(world.index([1, 40], [100, 300]), pad_to=256)
+    attn.run(world.gpu_q, world.gpu_kv, out=out, lse=lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attn.run(world.gpu_q, world.gpu_kv, out=out, lse=lse)
+    tokens = world.rng.permutation(400 * 16)[:500].astype(np.int32)
+    zero = np.array([0], np.int32)
+    plans = [
+        world.index([200, 1], [333, 900]),
+        world.index([1, 1, 1], [900, 20, 4000]),
+        at.formats.paged(
+            np.array([0, 120], np.int32), np.array([0, 500], np.int32), tokens, np.array([500], np.int32), 1
+        ),
+        world.index([20, 20], [5000, 20]),
+        at.formats.paged(np.array([0], np.int32), zero, zero[:0], zero[:0], 16),
+    ]
+    for index in plans:
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        attn.plan(index, pad_to=256)
+        graph.replay()
+        torch.cuda.synchronize()
+        got = head(testing.Result(out=to_host(out), lse=to_host(lse)), index.num_qo)
+        if index.num_qo:
+            testing.same(world.fresh("nvrtc", index), got, "the graph")
+
+
+def test_true_lengths_on_the_device():
+    import torch
+
+    world = World(spec(), rows=256, pages=400)
+    most, qo = [900, 300, 3000], [100, 1, 60]
+    lists = world.lists(most)
+    qo_indptr, indptr = np.cumsum([0, *qo]), np.cumsum([0, *map(len, lists)])
+    true = torch.tensor(most, dtype=torch.int32, device="cuda")
+    attn = at.Attention(world.spec, backend="nvrtc", device="cuda")
+    attn.plan(at.formats.paged(qo_indptr, indptr, np.concatenate(lists), true, 16, max_kv_lens=most))
+    q = world.gpu_q[:161]
+    for lens in (most, [899, 258, 2049], [130, 3, 70], [1, 0, 0]):
+        true.copy_(torch.tensor(lens))
+        out, lse = attn.run(q, world.gpu_kv, return_lse=True)
+        short = [x[: -(-n // 16)] for x, n in zip(lists, lens, strict=True)]
+        exact = at.formats.paged(qo_indptr, np.cumsum([0, *map(len, short)]), np.concatenate(short), lens, 16)
+        want = world.fresh("nvrtc", exact)
+        testing.same(want, testing.Result(out=to_host(out), lse=to_host(lse)), f"lengths {lens}")
+
+
+def test_compilers_agree():
+    """NVRTC and nvcc of one version compile one text."""
+    case = testing.make_case(spec(), *LENGTHS)
+    batch = testing.lay_out(case)
+    testing.same(*(testing.run_batch(case, batch, name, device="cuda") for name in ("nvrtc", "nvcc")), "nvcc")
+
+
+def test_a_list_per_head():
+    """Each KV head reads pages of its own."""
+    s = spec()
+    world = World(s, rows=200, pages=300)
+    qo, kv = np.array([120, 60]), np.array([200, 333])
+    lists = [world.rng.permutation(300)[: -(-n // 16)].astype(np.int32) for n in kv for _ in range(2)]
+    indptr = np.cumsum([0, *map(len, lists)]).astype(np.int32)
+    request = np.repeat(np.arange(2), qo).astype(np.int32)
+    within = np.concatenate([np.arange(n) for n in qo])
+    index = at.formats.BlockSparse(
+        block_size=(120, 16),
+        heads=2,
+        num_qo=180,
+        requests=at.formats.Requests(qo_lens=qo.astype(np.int32), kv_lens=kv.astype(np.int32)),
+        qo_indptr=np.array([0, 120, 180], np.int32),
+        request=request,
+        qo_pos=(kv[request] - qo[request] + within).astype(np.int32),
+        indptr=indptr,
+        indices=np.concatenate(lists),
+        kv_pos=np.zeros(2, np.int32),
+        kv_begin=np.zeros(4, np.int32),
+        kv_end=np.repeat(kv, 2).astype(np.int32),
+        kv_offset=np.zeros(2, np.int32),
+        max_block=299,
+        features=at.formats.Features(per_head=True),
+    )
+    attn = at.Attention(s, backend="nvrtc", device="cuda")
+    plan = attn.plan(index)
+    out = np.full((180, 8, 128), np.nan).astype(world.q.dtype)
+    lse = np.full((180, 8), np.nan, np.float32)
+    execute(attn, world.q[:180], world.kv, out=out, lse=lse)
+    testing.check(plan, world.q[:180], world.kv, out, lse)
