@@ -211,7 +211,7 @@ NATIVE_MUTANTS = (
     ),
     Mutant(
         name="the last tile is dropped",
-        file=HEADERS + "attend.h",
+        file=HEADERS + "few.h",
         old="    for (int64_t at = first; at < hi; at += kv_tile) {",
         new="    for (int64_t at = first; at + kv_tile <= hi || at == first; at += kv_tile) {",
         test="cases/test_kernel.py -k 'c09 and cpu'",

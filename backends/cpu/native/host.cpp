@@ -2,6 +2,8 @@
 // The functions that Python calls: choice of the instruction family, threads, loading of compiled variants.
 #include <dlfcn.h>
 
+#include <memory>
+#include <new>
 #include <string>
 
 #include "family.h"
@@ -88,7 +90,11 @@ const char* attnrt_load(const char* path, attnrt_kernel* kernel) {
 }
 
 int attnrt_run(attnrt_worker worker, const attnrt_call* call, int num_workers, int num_threads) {
-  Work work{worker, call, num_workers};
+  attnrt_call own = *call;
+  std::unique_ptr<int64_t[]> taken(new (std::nothrow) int64_t[2 * static_cast<size_t>(call->plan.num_workers)]());
+  if (!taken) return 1;
+  own.taken = taken.get();
+  Work work{worker, &own, num_workers};
   return run_job(run_worker, &work, num_workers, num_threads);
 }
 

@@ -85,6 +85,7 @@ typedef struct {
   float sm_scale;
   const void* params;  // the variant's own table
   const void* loops;   // inner loops of the family the kernel was compiled for
+  int64_t* taken;      // [num_workers, 2] how much of each worker's items is begun; attnrt_run's own
 } attnrt_call;
 
 // Rows of K and V to store into a pool; slot < 0 skips the row.

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The inner loops as a table. None of them depends on the variant, so they are compiled once per family (micro.h).
 
-constexpr int NR = 2 * W;  // keys (or numbers of V) per packed panel
+constexpr int LINE = 64;                           // bytes of a line of cache
+constexpr int NR = 2 * W;                          // keys (or numbers of V) per packed panel
+constexpr int MR = W == 16 ? 12 : W == 8 ? 6 : 4;  // rows whose 2 * MR sums fill the vector registers
 
 // s[r][j] = q[r] . k[j] for keys [k0, k1) at k[j]; reads k up to 7 entries past k1. `ahead`: rows to prefetch
 // meanwhile, or null.

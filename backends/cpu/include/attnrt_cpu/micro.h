@@ -26,8 +26,6 @@ ATTNRT_INLINE void sum_lanes8(const vf* x, float* out) {
 #endif
 }
 
-constexpr int LINE = 64;  // bytes
-
 ATTNRT_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Rows that will be needed a tile later, fetched line by line in the order of their addresses (memory answers such an
@@ -140,8 +138,6 @@ static constexpr RowLoops row_loops() {
 }
 
 // ---- many rows: packed panels ----
-
-constexpr int MR = W == 16 ? 12 : W == 8 ? 6 : 4;  // rows whose 2 * MR sums fill the vector registers
 
 // Keys 0..7 of 8 rows, transposed: panel[d * NR + i] = rows[i][d].
 static void transpose8(const float* const* rows, int dim, float* panel) {

@@ -4,11 +4,19 @@
 // What a row sees of a tile: keys [begin, end), less those whose `seen` is 0 if `partial`.
 struct Sight {
   int begin, end;
+  int from, to;  // keys whose weights are written, multiples of W; none: the row is left alone
   bool partial;
+  bool whole;  // set by soften(): each key of [begin, end) has a weight other than that of a key not seen
+
+  // Weights are wanted for keys [k0, k1).
+  void cover(int k0, int k1) {
+    from = k0 / W * W;
+    to = (k1 + W - 1) / W * W;
+  }
 };
 
 ATTNRT_INLINE Sight sight_of(const Hooks& hooks, const Row& r, const Tile& tile) {
-  Sight s{tile.begin, tile.end, tile.holes};
+  Sight s{tile.begin, tile.end, 0, 0, tile.holes, false};
   const int64_t limit = r.limit - tile.first;
   if (limit < s.end) s.end = static_cast<int>(limit > 0 ? limit : 0);
   if (tile.linear) {
@@ -88,52 +96,66 @@ static float logits_of(const Hooks& hooks, const Row& r, Params p, const attnrt_
 }
 
 // Weights 2^(t - m) of one row, in place of its logits t, and their sum; a logit of -inf gives -0.0, a key not seen.
-// Sets `uneven` if there is one.
-ATTNRT_INLINE float weights_of(float* s, int u0, int u1, float m, vi* uneven) {
+// Sets lanes of `none` where there is one.
+ATTNRT_INLINE float weights_of(float* s, int u0, int u1, float m, vi* none) {
   const vf shift = splat(m), hidden = splat(minus_infinity()), minus_zero = splat(-0.0f);
   vf sum = splat(0.0f);
-  vi none = *uneven;
+  vi found = splat_int(0);
   for (int j = u0; j < u1; j += W) {
     const vf t = load(s + j);
     const vf w = exp2_nonpositive(t - shift);
     const vi gone = t == hidden;
     sum = sum + w;
-    none |= gone;
+    found |= gone;
     store(s + j, select(gone, minus_zero, w));
   }
-  *uneven = none;
+  *none = found;
   return sum_lanes(sum);
 }
 
-// All rows [r0, r1) of a tile, whose scores over the hull [k0, k1) of their sights lie in s: weights, running maxima
-// and sums (ml), factors on acc (alpha). The rows' own arrays are `rows_of`, `sight` and `ml`, the scratch `fresh`
-// [rows + W]. Returns whether some row does not see some key of the hull. Three sweeps, so that short chains of
-// operations overlap.
-static bool soften(const Hooks& hooks, const Row* rows_of, Params p, const attnrt_part& part, const Tile& tile,
-                   const Sight* sight, int r0, int r1, int k0, int k1, int64_t lds, int32_t* seen, float* s, float* ml,
-                   float* alpha, float* fresh) {
-  const int u0 = k0 / W * W, u1 = (k1 + W - 1) / W * W;
-  bool uneven = false;
+// Whether no weight of keys [begin, end) is that of a key not seen.
+static bool all_seen(const float* s, int begin, int end) {
+  const vi first = splat_int(begin), last = splat_int(end);
+  vi none = splat_int(0);
+  for (int j = begin / W * W; j < end; j += W) {
+    const vi index = iota() + splat_int(j);
+    none |= (bits_of(load(s + j)) == splat_int(INT32_MIN)) & (index >= first) & (index < last);
+  }
+  return !any(none);
+}
+
+// Rows [r0, r1) of a tile, whose scores lie in s: weights, running maxima and sums (ml), factors on acc (alpha), and
+// whether each row is `whole`. The rows' own arrays are `rows_of`, `sight` and `ml`, the scratch `fresh` [rows + W].
+// Three sweeps, so that short chains of operations overlap.
+static void soften(const Hooks& hooks, const Row* rows_of, Params p, const attnrt_part& part, const Tile& tile,
+                   Sight* sight, int r0, int r1, int64_t lds, int32_t* seen, float* s, float* ml, float* alpha,
+                   float* fresh) {
   for (int r = r0; r < r1; ++r) {
-    if (sight[r].begin > k0 || sight[r].end < k1 || sight[r].partial) uneven = true;
-    const float best = logits_of(hooks, rows_of[r], p, part, tile, sight[r], u0, u1, seen, s + r * lds);
+    Sight& own = sight[r];
+    if (own.from >= own.to) {
+      alpha[r] = fresh[r] = 0.0f;
+      continue;
+    }
+    const float best = logits_of(hooks, rows_of[r], p, part, tile, own, own.from, own.to, seen, s + r * lds);
     const float old = ml[2 * r];
     const bool unseen = best == minus_infinity();
     const float m = unseen ? 0.0f : best > old || best != best ? best : old;
     alpha[r] = unseen ? 0.0f : old;
     fresh[r] = m;
     if (!unseen) ml[2 * r] = m;
-    uneven |= unseen;
+    own.whole = !own.partial && !unseen;
   }
   if (!hooks.use_softmax) {
     for (int r = r0; r < r1; ++r) alpha[r] = 1.0f;
-    return uneven;
+    return;
   }
   for (int r = r0; r < r1; r += W) store(alpha + r, exp2_nonpositive(load(alpha + r) - load(fresh + r)));
-  vi none = splat_int(0);
   for (int r = r0; r < r1; ++r) {
-    const float sum = weights_of(s + r * lds, u0, u1, fresh[r], &none);
+    Sight& own = sight[r];
+    if (own.from >= own.to) continue;
+    vi none;
+    const float sum = weights_of(s + r * lds, own.from, own.to, fresh[r], &none);
     ml[2 * r + 1] = ml[2 * r + 1] * alpha[r] + sum;
+    if (own.whole && any(none)) own.whole = all_seen(s + r * lds, own.begin, own.end);
   }
-  return uneven || any(none);
 }
