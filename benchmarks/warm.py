@@ -118,12 +118,15 @@ def build(groups: tuple[str, ...], jobs: int) -> list[Path]:
             if called(Path(entry["file"]), kernels)
         ]
         modules.append((Path(spec.jit_library_path), commands, spec.extra_ldflags or []))
+    # Kernels take longest, so all of them begin before what goes around them.
+    every = sorted((c for _, commands, _ in modules for c in commands), key=lambda c: "_kernel" not in c[-1])
     with ThreadPoolExecutor(jobs) as pool:
-        waits = [(lib, [pool.submit(compile_one, c) for c in cs], flags) for lib, cs, flags in modules]
+        done = {command[-1]: pool.submit(compile_one, command) for command in every}
         found = []
-        for (library, objects, flags), (_, commands, _) in zip(waits, modules, strict=True):
-            if all([o.result() for o in objects]):  # a list: wait for all of them
-                link(library, [command[-1] for command in commands], flags)
+        for library, commands, flags in modules:
+            objects = [command[-1] for command in commands]
+            if all([done[name].result() for name in objects]):  # a list: wait for all of them
+                link(library, objects, flags)
                 found.append(library)
     print(f"{len(found)} of {len(modules)} modules", flush=True)
     return found
