@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 #: What is compiled, the most used first.
-GROUPS = ("decode", "small", "fa2", "fa3", "batch", "fp8", "variants", "dims")
+GROUPS = ("decode", "small", "fa2", "fa3", "batch", "fp8", "positions", "variants", "dims")
 
 
 def specs(groups: tuple[str, ...] = GROUPS) -> list[tuple[Callable[[], Any], str]]:
@@ -72,9 +72,8 @@ def specs(groups: tuple[str, ...] = GROUPS) -> list[tuple[Callable[[], Any], str
         "variants": [
             (prefill("fa3", cap=True), "r1"),
             (prefill("fa3", window=True), "r1"),
-            (prefill("fa2", position=2), "r1"),
-            (prefill("fa2", position=1), "r1"),
         ],
+        "positions": [(prefill("fa2", position=2), "r1"), (prefill("fa2", position=1), "r1")],
         "dims": [
             (prefill("fa3", dims=(64, 64)), "r1"),
             (prefill("fa3", dims=(192, 128)), "r1"),
