@@ -22,6 +22,7 @@ import gc
 import platform
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -272,7 +273,8 @@ class Run:
 
     def _one(self, case: Case, provider: Provider, gone: set[str]) -> None:
         try:
-            with self.timed(provider.name):
+            with self.timed(provider.name), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 row = measure(case, provider, self.clock)
         except ImportError as error:
             print(f"{provider.name}: skipped, {error}", flush=True)

@@ -74,8 +74,10 @@ class Sdpa:
         q, k, v = square(case)
         if case.shape.variant == "causal" and q.shape[1] != k.shape[1]:
             raise Absent("its causal mask is top-left")
-        if self.backend == "flash" and q.shape[1] not in (2048, 16384):
-            raise Absent("left out: slower than the others throughout")
+        if self.backend == "flash" and (
+            q.shape[1] not in (2048, 16384) or case.shape.dim_vo != case.head_dim
+        ):
+            raise Absent("left out: slower than the others throughout, and one head_dim only")
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 

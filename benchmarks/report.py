@@ -227,6 +227,9 @@ def summary(rows: Sequence[Row], targets: Sequence[Target], groups: dict[str, Se
         met = sum(v == "met" for _, _, v in verdicts)
         missed = sum(v == "missed" for _, _, v in verdicts)
         text += ["", f"Targets: {met} met, {missed} missed, {len(targets) - met - missed} not measured.", ""]
+        fallen = sum(row.fallback for row in rows)
+        if fallen:
+            text += [f"{fallen} rows of a fallback count as not measured, that is, as not met.", ""]
         text += ["| target | wanted | found | verdict |", "|---" * 4 + "|"]
         for target, value, verdict in verdicts:
             text.append(f"| {target.name} | {target.wanted} | {_cell(value, 3)} | {verdict} |")

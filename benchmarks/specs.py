@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from shapes import CAP, THETA, WINDOW, Shape
@@ -68,7 +72,7 @@ def compile_for(shape: Shape, kv_layout: str) -> str:
     return ""
 
 
-def warm(shapes: Sequence[Shape], kv_layout: str = "NHD", processes: int = 12) -> None:
+def warm(shapes: Sequence[Shape], kv_layout: str = "NHD", processes: int = 14) -> None:
     """Compile what the shapes need, so that no case waits for the compiler, in processes: NVRTC takes one text at a time.
 
     What fails is printed and will fail again in its case.
@@ -78,9 +82,34 @@ def warm(shapes: Sequence[Shape], kv_layout: str = "NHD", processes: int = 12) -
         (s.heads // s.kv_heads, s.head_dim, s.dim_vo, s.kv_dtype, s.variant, max(s.qo_lens) > 1): s
         for s in shapes
     }
-    if not firsts:
-        return
-    with ProcessPoolExecutor(min(processes, len(firsts)), mp_context=get_context("spawn")) as pool:
-        for fault in pool.map(compile_for, firsts.values(), [kv_layout] * len(firsts)):
-            if fault:
-                print(f"not compiled: {fault[:300]}", flush=True)
+    work = [asdict(shape) for shape in firsts.values()]
+    command = [sys.executable, str(Path(__file__).resolve()), BACKEND, DEVICE, kv_layout]
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    shares = [work[i::processes] for i in range(min(processes, len(work)))]
+    running = []
+    for share in shares:  # this file alone, so that no process loads torch
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=where
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(share))
+        process.stdin.close()
+        process.stdin = None
+        running.append(process)
+    for process in running:
+        print(process.communicate()[0], end="", flush=True)
+
+
+def main() -> None:
+    """Compile the shapes that come as JSON on standard input."""
+    global BACKEND, DEVICE
+    BACKEND, DEVICE, kv_layout = sys.argv[1:4]
+    for fields in json.load(sys.stdin):
+        lists = {name: tuple(fields[name]) for name in ("kv", "qo")}
+        fault = compile_for(Shape(**{**fields, **lists}), kv_layout)
+        if fault:
+            print(f"not compiled: {fault[:300]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -250,3 +250,11 @@ def test_time_runs_out() -> None:
     run = harness.Run(Lying(), seconds=-1, device="cpu")
     run.add([Shape(name="x", kv=(30,), **SMALL)], [Peer("good", right)])
     assert run.left_out == ["x"] and not run.rows
+
+
+def test_kernels_are_compiled_ahead_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    """A process for each share of the shapes; what cannot be compiled is said, and the rest is not held up."""
+    good = Shape(name="good", kv=(30,), **SMALL)
+    specs.warm([good, dataclasses.replace(good, name="bad", kv_dtype="no such type", heads=8)], processes=2)
+    said = capsys.readouterr().out
+    assert "not compiled: bad" in said and "good" not in said
