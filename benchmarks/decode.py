@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
 
     run = Run(Clock(args.repeats), args.seconds)
     with run.timed("compile"):
-        warm([*listed, *swept])
+        warm([*listed, *swept], meanwhile=run.clock.prepare)
     asked = [p for p in providers(args.mode) if chosen(p.name, args.provider)]
     run.add(listed, asked)
     run.add(swept, [p for p in asked if p.name not in ("attnrt (run)", "fa3")])

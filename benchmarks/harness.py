@@ -106,6 +106,11 @@ class Clock:
             for _ in range(repeats)
         ]
 
+    def prepare(self) -> None:
+        """What the first measurement would wait for: the profiler takes seconds to start."""
+        self.flush()
+        kernels_of(self.flush)
+
     def flush(self) -> None:
         """Fill L2 with lines that need not be written back."""
         self._other.max()

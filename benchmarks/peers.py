@@ -120,11 +120,12 @@ class FlashInferPaged(FlashInfer):
 
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", backend=self.backend)
         mask = np.concatenate([m.ravel() for m in case.masks]) if masked else None
+        where = "cuda" if masked else "cpu"  # bits are packed on the device, by lengths that lie there
         wrapper.plan(
-            torch.from_numpy(case.qo_indptr),
-            torch.from_numpy(case.indptr),
+            torch.from_numpy(case.qo_indptr).to(where),
+            torch.from_numpy(case.indptr).to(where),
             torch.from_numpy(case.pages).cuda(),
-            last_lens(case.lens, case.page),
+            last_lens(case.lens, case.page).to(where),
             case.heads,
             case.kv_heads,
             case.head_dim,

@@ -190,12 +190,13 @@ class FlashInferRagged(FlashInfer):
         import flashinfer
 
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", backend=self.backend)
-        more = dict(options[shape.variant])
+        more, where = dict(options[shape.variant]), "cpu"
         if shape.variant == "custom":
+            where = "cuda"  # bits are packed on the device, by lengths that lie there
             more["custom_mask"] = torch.from_numpy(np.concatenate([m.ravel() for m in case.masks])).cuda()
         wrapper.plan(
-            torch.from_numpy(case.qo_indptr),
-            torch.from_numpy(case.indptr),
+            torch.from_numpy(case.qo_indptr).to(where),
+            torch.from_numpy(case.indptr).to(where),
             case.heads,
             case.kv_heads,
             case.head_dim,

@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = [p for p in providers() if chosen(p.name, args.provider)]
     if any(p.name.startswith("attnrt") for p in asked):
         with run.timed("compile"):
-            warm([*listed, *swept])
+            warm([*listed, *swept], meanwhile=run.clock.prepare)
     run.add(listed, asked)
     run.add(swept, [p for p in asked if p.name not in ("sdpa-flash",)])
     if not args.no_flex and chosen("flex", args.provider):

@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
     run = Run(Clock(args.repeats), args.seconds)
     with run.timed("compile"):
-        warm(listed)
+        warm(listed, meanwhile=run.clock.prepare)
     run.add(listed, [p for p in providers() if chosen(p.name, args.provider)])
     groups = groups_of(listed)
     title = "Shared prefix, decode, own suffix of 128, bfloat16, head_dim 128, pages of 16"

@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,15 @@ def compile_for(shape: Shape, kv_layout: str) -> str:
     return ""
 
 
-def warm(shapes: Sequence[Shape], kv_layout: str = "NHD", processes: int = 14) -> None:
+def warm(
+    shapes: Sequence[Shape],
+    kv_layout: str = "NHD",
+    processes: int = 14,
+    meanwhile: Callable[[], Any] = lambda: None,
+) -> None:
     """Compile what the shapes need, so that no case waits for the compiler, in processes: NVRTC takes one text at a time.
 
-    What fails is printed and will fail again in its case.
+    What fails is printed and will fail again in its case. ``meanwhile`` is called once all processes run.
     """
     # One shape for each text that is compiled: numbers of heads and defaults of parameters are data.
     firsts = {
@@ -96,6 +101,7 @@ def warm(shapes: Sequence[Shape], kv_layout: str = "NHD", processes: int = 14) -
         process.stdin.close()
         process.stdin = None
         running.append(process)
+    meanwhile()
     for process in running:
         print(process.communicate()[0], end="", flush=True)
 
