@@ -55,7 +55,12 @@ def limits_of(index: Any, case: Case) -> at.Limits:
     ):  # the leaves across the cuts, of at most 4096 keys, in single tokens and with mask bits
         more, masked = 4096 * len(case.lens), 512 * len(case.q) if bits else 0
     return at.Limits(
-        len(case.lens), len(case.q), listed + more, max_parts=len(parts), max_mask_bytes=bits + masked
+        len(case.lens),
+        len(case.q),
+        listed + more,
+        max_parts=len(parts),
+        max_mask_bytes=bits + masked,
+        max_qo_len=int(case.qo_lens.max()),
     )
 
 

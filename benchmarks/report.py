@@ -194,7 +194,8 @@ def table(rows: Sequence[Row], rate: str = "tb_s") -> str:
         ]
         best, mine = found.best_peer(case), by.get((case, OURS))
         cells.append(_cell(best.eager_us) if best else "")
-        cells.append(_cell(found.ratio(case), 2))
+        ratio = f"{best.us / mine.us:.2f}{'*' if mine.fallback else ''}" if best and mine else ""
+        cells.append(ratio)
         cells.append(", ".join(mine.kernels) if mine else "")
         text.append("| " + " | ".join(cells) + " |")
     if any(row.fallback for row in rows):
