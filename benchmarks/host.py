@@ -59,7 +59,7 @@ def calls_of(backend: str) -> dict[str, float]:
     kv = tuple(torch.randn(requests * 16, SIZE, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     out, lse = torch.empty_like(q), torch.empty(requests, 32, device="cuda")
     k = torch.randn(requests, 8, 128, device="cuda", dtype=torch.bfloat16)
-    limits = at.Limits(requests, requests, requests * 64, num_pages=requests * 16)
+    limits = at.Limits(requests, requests, requests * 64, num_pages=requests * 16, max_qo_len=1)
     found: dict[str, float] = {}
     short, cut = index_of([200] * requests), index_of([16 * 300])
     for label, given in (("", None), (" (limits)", limits)):

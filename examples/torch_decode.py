@@ -49,7 +49,9 @@ def decode(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     spec = at.AttentionSpec(
         num_qo_heads=32, num_kv_heads=8, head_dim=128, q_dtype="bfloat16", variant=at.variants.causal()
     )
-    limits = at.Limits(max_requests=REQUESTS, max_qo_tokens=REQUESTS, max_index_entries=POOL, num_pages=POOL)
+    limits = at.Limits(
+        max_requests=REQUESTS, max_qo_tokens=REQUESTS, max_index_entries=POOL, num_pages=POOL, max_qo_len=1
+    )
     attn = at.Attention(spec, device="cuda", limits=limits)
     made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     kv = tuple(torch.randn(POOL, PAGE, 8, 128, **made) for _ in "kv")
