@@ -80,12 +80,13 @@ def stats(plan: Plan) -> dict[str, float]:
     Returns
     -------
     dict
-        ``makespan``, ``mean`` (cost of the busiest worker, and of all over their number), ``max_over_mean`` (1 for an empty
-        plan), ``items``, ``direct_items``, ``idle_workers``, ``merge_rows``, ``partial_slots``, ``partial_bytes`` (written once
-        and read once).
+        ``makespan``, ``mean`` (cost of the busiest worker, and of all over their number; where a team works beside the others,
+        those of the busier of the two), ``max_over_mean`` (1 for an empty plan), ``items``, ``direct_items``, ``idle_workers``,
+        ``merge_rows``, ``partial_slots``, ``partial_bytes`` (written once and read once).
     """
-    load = loads(plan)
-    makespan, mean = float(load.max(initial=0.0)), float(load.mean())
+    crews = [load for load in np.split(loads(plan), [plan.traits.num_workers]) if len(load)]
+    load = max(crews, key=lambda load: load.max())
+    makespan, mean = float(load.max()), float(load.mean())
     spec = plan.spec
     dim = spec.head_dim if spec.head_dim_vo is None else spec.head_dim_vo
     return {

@@ -161,9 +161,7 @@ class Repeat:
     def __call__(self, addresses: tuple[int, ...], sm_scale: float, stream: int) -> None:
         """Enqueue; ``addresses`` of q, k, v (0: k's), out, lse (0: none)."""
         q, k, v, out, lse = addresses
-        if (
-            self._box != boxes.NO_BOXES and (k | v) & 15
-        ):  # seldom: arrays of this form that do not lie on 16-byte lines
+        if self._box != boxes.NO_BOXES and (k | v) & 15:  # seldom: arrays of this form off 16-byte lines
             kept = self._box
             try:
                 self._new_maps(boxes.NO_BOXES)
@@ -216,12 +214,14 @@ class CudaKernel:
         known = (plan, box)
         if self._needs[0] != known:
             team = pack.has_team_items(plan)
-            names = (
-                (DECODE if plan_decodes(plan) else ATTEND,) if len(plan.work) and not _all_team(plan) else ()
-            )
+            names: list[str] = []
+            if len(plan.work) and not _all_team(plan):
+                names.append(DECODE if plan_decodes(plan) else ATTEND)
             if team:
-                names += (HOPPER_GATHER if self._by_key(plan, box) else HOPPER_BOXES,)
-            self._needs = (known, (*names, *((MERGE,) if len(plan.merge) else ())))
+                names.append(HOPPER_GATHER if self._by_key(plan, box) else HOPPER_BOXES)
+            if len(plan.merge):
+                names.append(MERGE)
+            self._needs = (known, tuple(names))
         return self._needs[1]
 
     def needs_of(self, limits: Limits | None, box: int | None = None) -> tuple[str, ...]:

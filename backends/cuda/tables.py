@@ -190,12 +190,10 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         spec.head_dim + (0 if spec.shared_kv else spec.head_dim_vo)
     )
     # In keys: a pass costs as much as three quarters of a tile beside its tiles, however few rows it has.
-    team = wide and Team(
-        first_class=1,
-        num_workers=multiprocessors,
-        fixed=0.75 * wide.kv_tile,
-        section=SECTION_BYTES // key_bytes,
-    )
+    team = None
+    if wide is not None:
+        section = SECTION_BYTES // key_bytes
+        team = Team(first_class=1, num_workers=multiprocessors, fixed=0.75 * wide.kv_tile, section=section)
     return Traits(
         name=f"cuda-sm{multiprocessors}",
         num_workers=multiprocessors * (DECODE_CTAS if config.q_blocks else config.ctas_per_sm),
