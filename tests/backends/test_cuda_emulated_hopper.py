@@ -68,14 +68,18 @@ def test_small_pages_come_key_by_key():
     testing.same(results[0], results[2], "pages of 1 and 16")
 
 
+VARIANTS = {
+    "causal": v.causal(),
+    "softcap": (v.causal(), v.softcap(5.0)),
+    "window": (v.causal(), v.sliding_window(37)),
+    "sigmoid": (v.causal(), v.sigmoid()),
+    "all": (v.causal(), v.sliding_window(90), v.softcap(20.0), v.alibi(), v.sink_logits(-1.0)),
+}
+
+
 @pytest.mark.parametrize("name", ["window", "sigmoid", "all"])
 def test_variants(name):
-    variants = {
-        "window": (v.causal(), v.sliding_window(37)),
-        "sigmoid": (v.causal(), v.sigmoid()),
-        "all": (v.causal(), v.sliding_window(90), v.softcap(20.0), v.alibi(), v.sink_logits(-1.0)),
-    }
-    right(spec(variant=variants[name]))
+    right(spec(variant=VARIANTS[name]))
 
 
 def test_a_mask_of_bits():
@@ -101,6 +105,30 @@ def test_cut_rows():
     s = spec(num_qo_heads=1, num_kv_heads=1)
     results = [right(s, ([65], [4300]), EmulatedHopper(n))[0] for n in (1, 3)]
     testing.same(*results, "one worker and three")
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("name", ["causal", "softcap"])
+def test_holes(name, page_size):
+    """Keys that are not there in the middle of a list, alone and by whole tiles."""
+    s, rng = spec(variant=VARIANTS[name]), np.random.default_rng()
+    kv = [450, 70]
+    pages = [-(-n // page_size) for n in kv]
+    ids = rng.permutation(sum(pages) + 3)[: sum(pages)].astype(np.int32)
+    ids[rng.random(len(ids)) < 0.2] = at.formats.HOLE
+    ids[128 // page_size : 256 // page_size] = at.formats.HOLE
+    indptr = np.cumsum([0, *pages]).astype(np.int32)
+    index = at.formats.paged(np.array([0, 40, 73], np.int32), indptr, ids, np.array(kv, np.int32), page_size)
+    bf16 = as_dtype("bfloat16").numpy
+    q = rng.standard_normal((73, 4, 64)).astype(np.float32).astype(bf16)
+    shape = (sum(pages) + 3, page_size, 2, 64)
+    kv_arrays = tuple(rng.standard_normal(shape).astype(np.float32).astype(bf16) for _ in "kv")
+    backend = EmulatedHopper()
+    attn = at.Attention(s, backend=backend, device="cpu")
+    plan = attn.plan(index)
+    out, lse = attn.run(q, kv_arrays, return_lse=True)
+    testing.check(plan, q, kv_arrays, out, lse)
+    assert backend.seen == [page_size > 1]
 
 
 def test_ragged():

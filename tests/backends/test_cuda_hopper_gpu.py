@@ -158,6 +158,30 @@ def test_arrays_off_16_byte_lines():
         testing.same(want, testing.Result(out=to_host(out), lse=to_host(lse)), "arrays off their lines")
 
 
+@pytest.mark.parametrize("bound", [False, True], ids=["host", "device"])
+def test_holes(bound):
+    """Pages that are not there; on the device also ids outside the pool."""
+    import torch
+
+    world = World(spec(), rows=300, pages=200)
+    qo, kv = [200, 1, 99], [333, 900, 700]
+    lists = world.lists(kv)
+    for ids in lists:
+        ids[world.rng.random(len(ids)) < 0.2] = -1
+        ids[8:16] = -1
+    qo_indptr, indptr = np.cumsum([0, *qo]), np.cumsum([0, *map(len, lists)])
+    ids = np.concatenate(lists)
+    want = world.fresh("nvrtc", at.formats.paged(qo_indptr, indptr, ids, kv, 16))
+    if not bound:
+        return
+    far = np.where(ids < 0, 1 << 20, ids).astype(np.int32)
+    attn = at.Attention(world.spec, backend="nvrtc", device="cuda")
+    attn.plan(at.formats.paged(qo_indptr, indptr, torch.from_numpy(far).cuda(), kv, 16))
+    out, lse = world.results(300)
+    attn.run(world.gpu_q, world.gpu_kv, out=out, lse=lse)
+    testing.same(want, testing.Result(out=to_host(out), lse=to_host(lse)), "ids outside the pool")
+
+
 def test_a_shared_prefix():
     """Prompts behind one prefix: as parts, the bits of the flat index."""
     world = World(spec(), rows=300, pages=400)
