@@ -82,11 +82,13 @@ def warm(
 
     What fails is printed and will fail again in its case. ``meanwhile`` is called once all processes run.
     """
-    # One shape for each text that is compiled: numbers of heads and defaults of parameters are data.
-    firsts = {
-        (s.heads // s.kv_heads, s.head_dim, s.dim_vo, s.kv_dtype, s.variant, max(s.qo_lens) > 1): s
-        for s in shapes
-    }
+    # One shape for each set of texts: numbers of heads and defaults of parameters are data, the longest request picks kernels.
+    firsts = {}
+    for s in shapes:
+        group = s.heads // s.kv_heads
+        rows = max(s.qo_lens) * group
+        kinds = (max(s.qo_lens) == 1, rows > 64)
+        firsts.setdefault((group, s.head_dim, s.dim_vo, s.kv_dtype, s.variant, kinds), s)
     work = [asdict(shape) for shape in firsts.values()]
     command = [sys.executable, str(Path(__file__).resolve()), BACKEND, DEVICE, kv_layout]
     where = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
