@@ -4,7 +4,8 @@
     python benchmarks/compile_time.py [--provider TEXT] [--seconds S] [--out FOLDER]
 
 The variant is s + c * s * s with a constant c that is new in every run, so that no cache holds it. Ours and FlashInfer's are
-decode over pages (FlashInfer's own JIT with its smallest kernel, and all cores for its compilers), FlexAttention's is prefill.
+decode over pages (FlashInfer's own JIT with its smallest kernel, and all cores for its compilers), FlexAttention's is prefill,
+and so is a second one of ours.
 Each reading is one compilation; the library is loaded, and ours and FlexAttention have compiled another variant before. Writes
 compile_time.jsonl and .md.
 """
@@ -45,15 +46,15 @@ def error_with(case: Case, out: torch.Tensor, c: float, rows: int = 16) -> float
     return math.sqrt(wrong / right)
 
 
-def ours(c: float) -> Callable[[], tuple[Case, torch.Tensor]]:
+def ours(c: float, shape: Shape = PAGED) -> Callable[[], tuple[Case, torch.Tensor, float]]:
     """A traced hook, NVRTC."""
     from ours import flat_index
 
     import attnrt as at
 
-    case = Case(PAGED)
+    case = Case(shape)
 
-    def run() -> tuple[Case, torch.Tensor]:
+    def run() -> tuple[Case, torch.Tensor, float]:
         @at.variants.logits
         def bent(score: Any, ctx: Any) -> Any:
             return score + c * score * score
@@ -63,7 +64,7 @@ def ours(c: float) -> Callable[[], tuple[Case, torch.Tensor]]:
         )
         attn = at.Attention(spec, backend="nvrtc", device="cuda")
         attn.plan(flat_index(case))
-        return case, attn.run(case.q, (case.k, case.v))
+        return case, attn.run(case.q, (case.k, case.v)), c
 
     return run
 
@@ -93,7 +94,7 @@ struct {name} : AttentionVariantBase {{
     return [f"bent_{name.lower()}", *types, 128, 128, [], [], ["sm_scale"], ["double"], name, text]
 
 
-def flashinfer(c: float) -> Callable[[], tuple[Case, torch.Tensor]]:
+def flashinfer(c: float) -> Callable[[], tuple[Case, torch.Tensor, float]]:
     """Its decode wrapper with a variant of one's own."""
     import flashinfer as fi
     from peers import last_lens, workspace
@@ -101,7 +102,7 @@ def flashinfer(c: float) -> Callable[[], tuple[Case, torch.Tensor]]:
     case = Case(PAGED)
     scratch = workspace()
 
-    def run() -> tuple[Case, torch.Tensor]:
+    def run() -> tuple[Case, torch.Tensor, float]:
         wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(scratch, "NHD", jit_args=flashinfer_args(c))
         wrapper.plan(
             torch.from_numpy(case.indptr),
@@ -114,12 +115,12 @@ def flashinfer(c: float) -> Callable[[], tuple[Case, torch.Tensor]]:
             q_data_type=case.q.dtype,
             kv_data_type=case.k.dtype,
         )
-        return case, wrapper.run(case.q, (case.k, case.v), 1 / math.sqrt(case.head_dim))
+        return case, wrapper.run(case.q, (case.k, case.v), 1 / math.sqrt(case.head_dim)), c
 
     return run
 
 
-def flex(c: float) -> Callable[[], tuple[Case, torch.Tensor]]:
+def flex(c: float) -> Callable[[], tuple[Case, torch.Tensor, float]]:
     """torch.compile(flex_attention), after another variant of it has been compiled."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -129,9 +130,9 @@ def flex(c: float) -> Callable[[], tuple[Case, torch.Tensor]]:
     call = torch.compile(flex_attention, dynamic=False)
     call(q, k, v, score_mod=lambda s, b, h, i, j: s * 1.5, block_mask=mask)
 
-    def run() -> tuple[Case, torch.Tensor]:
+    def run() -> tuple[Case, torch.Tensor, float]:
         out = call(q, k, v, score_mod=lambda s, b, h, i, j: s + c * s * s, block_mask=mask)
-        return case, out.transpose(1, 2).flatten(0, 1)
+        return case, out.transpose(1, 2).flatten(0, 1), c
 
     return run
 
@@ -143,10 +144,10 @@ def reading(make: Callable[[float], Any], c: float, again: bool = False) -> tupl
     run = make(c)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    case, out = run()
+    case, out, used = run()
     torch.cuda.synchronize()
     ms = (time.perf_counter() - start) * 1e3
-    return ms, error_with(case, out, c)
+    return ms, error_with(case, out, used)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,6 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for name, make, again, library in (
         ("attnrt", ours, True, None),
+        ("attnrt (prefill)", lambda c: ours(c / 2, SQUARE), False, None),
         ("flex", flex, False, "torch"),  # its make() compiles another first
         ("flashinfer", flashinfer, False, "flashinfer-python"),
     ):
@@ -187,9 +189,11 @@ def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     text = [f"# {about['title']}", "", *(f"- {k}: {v}" for k, v in about.items() if k != "title"), ""]
     text += ["| library | version | ms | error against float64 |", "|---" * 4 + "|"]
     text += [f"| {r['provider']} | {r['version']} | {r['ms']:.0f} | {r['error']:.1e} |" for r in rows]
-    mine = [r["ms"] for r in rows if r["provider"] == "attnrt"]
-    found = "not measured" if not mine else "met" if mine[0] <= MOST else "missed"
-    return "\n".join([*text, "", f"Target: ours <= {MOST:.0f} ms, {found}.", ""])
+    mine = {r["provider"]: r["ms"] for r in rows if r["provider"].startswith("attnrt")}
+    for name in ("attnrt", "attnrt (prefill)"):
+        verdict = "not measured" if name not in mine else "met" if mine[name] <= MOST else "missed"
+        text += ["", f"Target: {name} <= {MOST:.0f} ms, {verdict}."]
+    return "\n".join([*text, ""])
 
 
 if __name__ == "__main__":

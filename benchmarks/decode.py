@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from harness import Clock, Provider, Run, chosen, finish, parser
+from harness import Provider, begin, chosen, finish, parser
 from report import Target
 from shapes import Shape
 from targets import against, groups_of, mode_cost, rate, ratio, ratio_mean, ratio_worst, time
@@ -139,11 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         listed = [shape for shape in listed if shape.page != 1 or shape.name in PAGE1]
     listed, swept = ([s for s in some if chosen(s.name, args.only)] for some in (listed, swept))
-    from specs import warm
-
-    run = Run(Clock(args.repeats), args.seconds)
-    with run.timed("compile"):
-        warm([*listed, *swept], meanwhile=run.clock.prepare)
+    run = begin(args, [*listed, *swept])
     asked = [p for p in providers(args.mode) if chosen(p.name, args.provider)]
     run.add(listed, asked)
     run.add(swept, [p for p in asked if p.name not in ("attnrt (run)", "fa3")])

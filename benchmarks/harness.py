@@ -342,7 +342,24 @@ def parser(doc: str | None, seconds: float) -> argparse.ArgumentParser:
         "--seconds", type=float, default=seconds, help="no case is begun after so many seconds"
     )
     found.add_argument("--repeats", type=int, default=15)
+    found.add_argument(
+        "--compile-only", action="store_true", help="compile our kernels into the cache on disk, and stop"
+    )
     return found
+
+
+def begin(args: argparse.Namespace, shapes: Sequence[Shape], kv_layout: str = "NHD") -> Run:
+    """A run for the table that ``args`` are of, after our kernels for the shapes have been compiled."""
+    from specs import warm
+
+    shapes = [shape for shape in shapes if chosen(OURS, args.provider)]
+    if args.compile_only:
+        warm(shapes, kv_layout)
+        raise SystemExit(0)
+    run = Run(Clock(args.repeats), args.seconds)
+    with run.timed("compile"):
+        warm(shapes, kv_layout, meanwhile=run.clock.prepare)
+    return run
 
 
 def chosen(name: str, text: str) -> bool:

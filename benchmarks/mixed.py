@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from harness import Clock, Provider, Run, chosen, finish, parser
+from harness import Provider, begin, chosen, finish, parser
 from report import Target
 from shapes import Shape
 from targets import groups_of, mode_cost, ratio, time
@@ -51,11 +51,7 @@ def providers() -> list[Provider]:
 def main(argv: list[str] | None = None) -> int:
     args = parser(__doc__, 25).parse_args(argv)
     listed = [shape for shape in shapes() if chosen(shape.name, args.only)]
-    from specs import warm
-
-    run = Run(Clock(args.repeats), args.seconds)
-    with run.timed("compile"):
-        warm(listed, meanwhile=run.clock.prepare)
+    run = begin(args, listed)
     run.add(listed, [p for p in providers() if chosen(p.name, args.provider)])
     groups = groups_of(listed)
     title = "Mixed batches, causal, bfloat16, 32/8 heads, head_dim 128, pages of 16"

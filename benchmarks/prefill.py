@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from harness import Clock, Provider, Run, chosen, finish, parser
+from harness import Provider, begin, chosen, finish, parser
 from report import Target
 from shapes import Shape
 from targets import accuracy, against, groups_of, ratio, ratio_mean, tflops
@@ -213,14 +213,10 @@ def main(argv: list[str] | None = None) -> int:
     args = options.parse_args(argv)
     listed, swept = [*dense(), *paged(), *variants()], random_shapes(args.random)
     listed, swept = ([s for s in some if chosen(s.name, args.only)] for some in (listed, swept))
+    run = begin(args, [*listed, *swept])
     from peers_dense import Flex
-    from specs import warm
 
-    run = Run(Clock(args.repeats), args.seconds)
     asked = [p for p in providers() if chosen(p.name, args.provider)]
-    if any(p.name.startswith("attnrt") for p in asked):
-        with run.timed("compile"):
-            warm([*listed, *swept], meanwhile=run.clock.prepare)
     run.add(listed, asked)
     run.add(swept, [p for p in asked if p.name not in ("sdpa-flash",)])
     if not args.no_flex and chosen("flex", args.provider):

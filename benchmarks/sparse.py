@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from harness import Clock, Provider, Run, chosen, finish, parser
+from harness import Provider, begin, chosen, finish, parser
 from report import Target
 from shapes import Shape
 from targets import against, groups_of, time
@@ -55,11 +55,7 @@ def providers() -> list[Provider]:
 def main(argv: list[str] | None = None) -> int:
     args = parser(__doc__, 20).parse_args(argv)
     listed = [shape for shape in shapes() if chosen(shape.name, args.only)]
-    from specs import warm  # pages in either order are the same text
-
-    run = Run(Clock(args.repeats), args.seconds)
-    with run.timed("compile"):
-        warm(listed, "HND", meanwhile=run.clock.prepare)
+    run = begin(args, listed, "HND")
     run.add(listed, [p for p in providers() if chosen(p.name, args.provider)])
     title = "Page-sparse decode, one request, 32/32 heads, each its own pages of 16, bfloat16, head_dim 128"
     return finish(run, args, "sparse", title, targets=targets(), groups=groups_of(listed))
