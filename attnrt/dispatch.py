@@ -122,6 +122,8 @@ def with_mask(spec: AttentionSpec) -> AttentionSpec:
 def features_of_plan(plan: Plan) -> Features:
     """Features of what the kernels read: the index's, unless its cuts were moved to leaf boundaries."""
     parts, index = plan.parts, plan.index
+    if len(parts) == 1 and parts[0] is index:
+        return index.features
     if len(parts) == len(index.parts) and all(a is b for a, b in zip(parts, index.parts, strict=True)):
         return index.features
     return features_of(parts)

@@ -282,10 +282,17 @@ def plan_sizes(workers: int, merges: int, entries: int, items: int) -> list[int]
     return [4 * width * count for width, count in zip(PLAN_FIELDS.values(), counts, strict=True)]
 
 
-def sizes_of(plan: Plan) -> list[int]:
-    """``plan_sizes`` of a plan."""
+_PAD, _ROW, _ITEM = ALIGN - 1, 4 * len(MERGE_FIELDS), 4 * len(WORK_FIELDS)
+
+
+def plan_offsets(plan: Plan) -> tuple[tuple[int, ...], int]:
+    """``offsets(plan_sizes(...))`` of a plan, written out: it is on the way of every load."""
     work, merge = plan.work, plan.merge
-    return plan_sizes(len(work.worker_indptr) - 1, len(merge.rows), len(merge.slots), len(work.items))
+    entries = 4 * len(merge.slots) + _PAD & ~_PAD
+    rows = 4 * len(work.worker_indptr) + _PAD & ~_PAD
+    slots = rows + (_ROW * len(merge.rows) + _PAD & ~_PAD)
+    leaves, items = slots + entries, slots + 2 * entries
+    return (0, rows, slots, leaves, items), items + (_ITEM * len(work.items) + _PAD & ~_PAD)
 
 
 def scratch_sizes(spec: AttentionSpec, slots: int, itemsize: int) -> tuple[int, int]:

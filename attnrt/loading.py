@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnrt import layout as lay
-from attnrt.backends.base import PartViews
+from attnrt.backends.base import Loaded, PartViews
 from attnrt.device import Device
 from attnrt.dtypes import Dtype, as_dtype, int32
 from attnrt.errors import ArgumentError
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Area",
+    "LoadedAt",
+    "OpenLoaded",
     "Resident",
     "Staging",
     "Uploads",
     "bound_views",
-    "flat",
     "make_resident",
-    "rows",
+    "typed",
     "write_all",
+    "write_plan",
 ]
 
 #: Staging buffers: the host may run this many loads ahead of the device before it waits.
@@ -48,7 +50,7 @@ class Area:
     address: int = 0
     nbytes: int = 0
     owner: Any = None
-    host: Any = None  # uint8 over it, where the host writes device memory itself
+    host: Typed | None = None  # its bytes by item size, where the host writes device memory itself
 
 
 @dataclass(slots=True, eq=False)
@@ -68,18 +70,18 @@ class Staging:
 
     def __init__(self, ops: DeviceOps) -> None:
         self.ops = ops
-        self.buffers: list[np.ndarray | None] = [None] * RING
+        self.buffers: list[Typed | None] = [None] * RING
         self.events: list[Any] = [None] * RING
         self.turn = 0
 
-    def take(self, nbytes: int) -> np.ndarray:
-        """The next buffer, at least nbytes long; waits for its last copy."""
+    def take(self, nbytes: int) -> Typed:
+        """The next buffer, at least nbytes long, by item size; waits for its last copy."""
         if self.events[self.turn] is not None:
             self.ops.wait_host(self.events[self.turn])
             self.events[self.turn] = None
         found = self.buffers[self.turn]
-        if found is None or found.nbytes < nbytes:
-            found = self.buffers[self.turn] = self.ops.staging(lay.align(int(nbytes * GROWTH)))
+        if found is None or len(found[1]) < nbytes:
+            found = self.buffers[self.turn] = typed(self.ops.staging(lay.align(int(nbytes * GROWTH))))
         return found
 
     def sent(self, event: Any) -> None:
@@ -109,10 +111,9 @@ class Uploads:
         if area.nbytes < nbytes:
             size = lay.align(int(nbytes * GROWTH))
             area = _area(self.ops, size)
-        staged = self.staging.take(nbytes)
+        staged = self.staging.take(nbytes)[1]
         staged[: array.nbytes] = array.reshape(-1).view(np.uint8)
-        self.ops.copy(area.address, staged, nbytes, stream)
-        self.staging.sent(self.ops.record(stream))
+        self.staging.sent(self.ops.send(area.address, staged, nbytes, stream))
         self.sent += 1
         seen = make_view(area.address, array.shape, array.dtype, self.device, owner=area.owner)
         self.areas[stream, place] = (area, None if array.flags.writeable else array, seen)
@@ -180,21 +181,70 @@ def index_kinds(parts: int) -> tuple[Dtype, ...]:
     return (int32, int32, *[as_dtype(dtype) for dtype in PART_FIELDS.values()] * parts)
 
 
-def flat(address: int, count: int, device: Device, owner: Any) -> TensorView:
-    """int32 [count] at an address."""
-    return native.make(address, (count,), _LINE, int32, device, owner, "attnrt", False, False)
+class LoadedAt(Loaded):
+    """A loaded plan whose views of the plan area are made when somebody asks for them: most kernels read addresses alone."""
+
+    __slots__ = ("addresses", "places")
+
+    addresses: tuple[int, ...]
+    places: tuple[Device, Any]
+
+    def __getattr__(self, name: str) -> TensorView:
+        number = _PLAN_VIEWS.get(name)
+        if number is None:
+            raise AttributeError(name)
+        plan, (device, owner) = self.plan, self.places
+        arrays = (
+            plan.work.items,
+            plan.work.worker_indptr,
+            plan.merge.rows,
+            plan.merge.slots,
+            plan.merge.leaves,
+        )
+        shape = arrays[number].shape
+        at, steps = self.addresses[number], _LINE if len(shape) == 1 else (shape[1], 1)
+        found = native.make(at, shape, steps, int32, device, owner, "attnrt", False, False)
+        object.__setattr__(self, name, found)
+        return found
 
 
-def rows(address: int, count: int, width: int, device: Device, owner: Any) -> TensorView:
-    """int32 [count, width] at an address."""
-    return native.make(address, (count, width), (width, 1), int32, device, owner, "attnrt", False, False)
+_PLAN_VIEWS = {
+    name: i for i, name in enumerate(("work", "worker_indptr", "merge_rows", "merge_slots", "merge_leaves"))
+}
 
 
-def write_all(target: np.ndarray, arrays: list[Any], at: list[int]) -> None:
-    """Copy arrays (1-D, or C-contiguous 2-D) to byte offsets of target; None and empty ones take no room."""
+class OpenLoaded(Loaded):
+    """A LoadedAt while it is filled in (see scheduler/values.py)."""
+
+    __slots__ = ("addresses", "places")
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+
+
+Typed = dict[int, np.ndarray]
+
+
+def typed(target: np.ndarray) -> Typed:
+    """A uint8 array as numbers of each size that is loaded, by item size."""
     words = target[: len(target) // 8 * 8]
-    typed = {1: target, 4: words.view(np.int32), 8: words.view(np.int64)}
+    return {1: target, 4: words.view(np.int32), 8: words.view(np.int64)}
+
+
+def write_all(target: Typed, base: int, arrays: list[Any], at: list[int]) -> None:
+    """Copy arrays (1-D, or C-contiguous 2-D) to byte offsets from ``base``; None and empty ones take no room."""
     for array, spot in zip(arrays, at, strict=True):
         if array is not None and array.size:
-            first = spot // array.itemsize
-            typed[array.itemsize][first : first + array.size] = array if array.ndim == 1 else array.ravel()
+            first = (base + spot) // array.itemsize
+            target[array.itemsize][first : first + array.size] = array if array.ndim == 1 else array.ravel()
+
+
+def write_plan(target: Typed, base: int, plan: Plan, at: tuple[int, ...]) -> None:
+    """``write_all`` of a plan's arrays in the order of layout.PLAN_FIELDS."""
+    words, base = target[4], base >> 2
+    work, merge = plan.work, plan.merge
+    spots = [base + (spot >> 2) for spot in at]
+    words[spots[0] : spots[0] + len(work.worker_indptr)] = work.worker_indptr
+    if len(merge.rows):
+        words[spots[1] : spots[1] + merge.rows.size] = merge.rows.ravel()
+        words[spots[2] : spots[2] + len(merge.slots)] = merge.slots
+        words[spots[3] : spots[3] + len(merge.leaves)] = merge.leaves
+    words[spots[4] : spots[4] + work.items.size] = work.items.ravel()

@@ -50,6 +50,10 @@ class DeviceOps(Protocol):
         """Enqueue the copy of the first ``nbytes`` of source to address."""
         ...
 
+    def send(self, address: int, source: np.ndarray, nbytes: int, stream: int) -> Any:
+        """``copy`` and, behind it, ``record``."""
+        ...
+
     def record(self, stream: int) -> Any:
         """An event after all work enqueued on stream so far."""
         ...
@@ -107,6 +111,10 @@ class HostOps:
 
     def copy(self, address: int, source: np.ndarray, nbytes: int, stream: int) -> None:
         bytes_at(address, nbytes, None)[:] = source[:nbytes]
+
+    def send(self, address: int, source: np.ndarray, nbytes: int, stream: int) -> Any:
+        self.copy(address, source, nbytes, stream)
+        return self.record(stream)
 
     def record(self, stream: int) -> Any:
         return None

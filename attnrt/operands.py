@@ -46,9 +46,9 @@ class Rules:
         return Rules(spec, device, *(as_dtype(name) for name in names))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Needs:
-    """What a loaded plan asks of arrays."""
+    """What a loaded plan asks of arrays. (Not frozen: one is made by every load, and that would be most of its cost.)"""
 
     num_rows: int
     page_size: int

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attnrt.dtypes import Dtype, as_dtype
 from attnrt.tensor import TensorView, empty
+
+if TYPE_CHECKING:
+    from attnrt.device import Device
 
 __all__ = ["empty_like_caller", "to_caller"]
 
@@ -35,8 +39,15 @@ def _empty_numpy(like: TensorView, shape: tuple[int, ...], dtype: Dtype) -> Any:
 
 
 def _empty_torch(like: TensorView, shape: tuple[int, ...], dtype: Dtype) -> Any:
+    kind, device = _torch_names(dtype, like.device)
+    return sys.modules["torch"].empty(shape, dtype=kind, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _torch_names(dtype: Dtype, device: Device) -> tuple[Any, Any]:
+    """torch's own dtype and device: to look them up takes as long as to allocate."""
     torch = sys.modules["torch"]
-    return torch.empty(shape, dtype=getattr(torch, dtype.name), device=str(like.device))
+    return getattr(torch, dtype.name), torch.device(str(device))
 
 
 def _empty_cupy(like: TensorView, shape: tuple[int, ...], dtype: Dtype) -> Any:

@@ -61,6 +61,7 @@ class Runtime:
         self._traits: dict[Features, Traits] = {}
         self._planning: dict[Traits, Traits] = {}
         self._recent: tuple[Any, Any] = (None, None)
+        self._compiled: tuple[Any, Any] = (None, None)
         self._forms: dict[Any, Form] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._defaults: Any = None
@@ -111,7 +112,9 @@ class Runtime:
 
     def prepare(self, features: Features, plan: Plan | None = None) -> Kernel:
         """``compile``, and what a backend puts off until a plan needs it; without a plan: what the limits let plans need."""
-        kernel = self.compile(features)
+        if features is not self._compiled[0]:  # hashing one takes as long as all else here
+            self._compiled = (features, self.compile(features))
+        kernel = self._compiled[1]
         ahead = getattr(kernel, "prepare", None)
         if ahead is not None and not (plan is None and self.workspace.limits is None):
             ahead(plan, self.workspace.limits)

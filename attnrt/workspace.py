@@ -8,6 +8,7 @@ are as many index areas as tenants: a tenant that loads lets go of the index it 
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,21 @@ from attnrt.device import Device
 from attnrt.errors import ArgumentError, CaptureError, DtypeError, LimitError
 from attnrt.formats.base import Features
 from attnrt.layout import CellLayout, Limits
-from attnrt.loading import GROWTH, Area, Resident, Staging, bound_views, flat, make_resident, rows, write_all
+from attnrt.loading import (
+    GROWTH,
+    Area,
+    LoadedAt,
+    OpenLoaded,
+    Resident,
+    Staging,
+    Typed,
+    bound_views,
+    make_resident,
+    typed,
+    write_all,
+    write_plan,
+)
 from attnrt.memory import ALIGN, ops_of
-from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS
 from attnrt.tensor import TensorView, make_view
 
 if TYPE_CHECKING:
@@ -147,7 +160,7 @@ class Workspace:
         """Bring a plan to the device by one copy; before it, the workspace is as it was if anything is wrong."""
         if self.limits is not None:
             self.limits.check(plan, tenant.traits)
-        plan_at, plan_bytes = lay.offsets(lay.sizes_of(plan))
+        plan_at, plan_bytes = lay.plan_offsets(plan)
         place = self._resident(plan)
         if place == tenant.number and plan_bytes > tenant.layout.plan:
             place = -1  # the cell is about to move, and the index with it
@@ -184,13 +197,11 @@ class Workspace:
 
     def _resident(self, plan: Plan) -> int:
         """Area whose index is this plan's, or -1."""
+        requests, parts = plan.index.requests, plan.parts
         for number, found in enumerate(self._residents):
-            if (
-                found is not None
-                and len(found.parts) == len(plan.parts)
-                and found.requests is plan.index.requests
-                and all(a is b for a, b in zip(found.parts, plan.parts, strict=True))
-            ):
+            if found is None or found.requests is not requests or len(found.parts) != len(parts):
+                continue
+            if all(map(operator.is_, found.parts, parts)):
                 return number
         return -1
 
@@ -202,6 +213,8 @@ class Workspace:
 
     def _order_load(self, tenant: Tenant, stream: int) -> None:
         """What is about to be overwritten may still be read by runs enqueued on other streams."""
+        if len(self.tenants) == 1 and tenant.run_stream in (None, stream):
+            return  # the common case
         for other in {t.run_stream for t in self.tenants if t.run_stream is not None} - {stream}:
             self.ops.wait_stream(stream, self.ops.record(other))
 
@@ -211,7 +224,7 @@ class Workspace:
         place: int,
         loaded: Loaded,
         kernel: Any,
-        plan_span: tuple[list[int], int],
+        plan_span: tuple[tuple[int, ...], int],
         index: tuple[list[Any], list[int], int],
         stream: int,
     ) -> None:
@@ -219,65 +232,62 @@ class Workspace:
         plan_at, plan_bytes = plan_span
         head = plan_bytes + tenant.layout.header
         arrays, index_at, index_bytes = index
-        start = tenant.cell.address + tenant.layout.plan - plan_bytes
         home = self.tenants[place]
-        target = home.cell.address + home.layout.base
         if self.ops.direct:
-            begin, base = tenant.layout.plan - plan_bytes, home.layout.base
-            first = self._host(tenant)[begin : begin + head]
-            second = self._host(home)[base : base + index_bytes]
-        else:
-            staged = self._staging.take(head + index_bytes)
-            first, second = staged[:head], staged[head : head + index_bytes]
-        plan = loaded.plan
-        merge = plan.merge
-        write_all(
-            first, [plan.work.worker_indptr, merge.rows, merge.slots, merge.leaves, plan.work.items], plan_at
-        )
+            write_plan(self._host(tenant), tenant.layout.plan - plan_bytes, loaded.plan, plan_at)
+            if tenant.header:
+                start = tenant.layout.plan
+                kernel.pack_header(loaded, self._host(tenant)[1][start : start + tenant.header])
+            if index_bytes:
+                write_all(self._host(home), home.layout.base, arrays, index_at)
+            return
+        staged = self._staging.take(head + index_bytes)
+        write_plan(staged, 0, loaded.plan, plan_at)
         if tenant.header:
-            kernel.pack_header(loaded, first[plan_bytes : plan_bytes + tenant.header])
+            kernel.pack_header(loaded, staged[1][plan_bytes : plan_bytes + tenant.header])
         if index_bytes:
-            write_all(second, arrays, index_at)
-        if not self.ops.direct:
-            if place == tenant.number:
-                self.ops.copy(start, staged, head + index_bytes, stream)
-            else:
-                self.ops.copy(start, first, head, stream)
-                if index_bytes:
-                    self.ops.copy(target, second, index_bytes, stream)
-            tenant.event = self.ops.record(stream)
-            self._staging.sent(tenant.event)
+            write_all(staged, head, arrays, index_at)
+        start = tenant.cell.address + tenant.layout.plan - plan_bytes
+        if place == tenant.number or not index_bytes:
+            tenant.event = self.ops.send(start, staged[1], head + index_bytes, stream)
+        else:
+            target = home.cell.address + home.layout.base
+            self.ops.copy(start, staged[1], head, stream)
+            tenant.event = self.ops.send(target, staged[1][head:], index_bytes, stream)
+        self._staging.sent(tenant.event)
 
-    def _host(self, tenant: Tenant) -> Any:
+    def _host(self, tenant: Tenant) -> Typed:
         """The bytes of a cell, where the host writes them itself."""
         cell = tenant.cell
         if cell.host is None:
-            cell.host = self.ops.host(cell.address, cell.nbytes, cell.owner)
+            cell.host = typed(self.ops.host(cell.address, cell.nbytes, cell.owner))
         return cell.host
 
     def _loaded(
-        self, tenant: Tenant, plan: Plan, plan_at: list[int], plan_bytes: int, resident: Resident
+        self, tenant: Tenant, plan: Plan, plan_at: tuple[int, ...], plan_bytes: int, resident: Resident
     ) -> Loaded:
+        """The record that backends read, filled in by hand: a load is on every step's way."""
         start = tenant.cell.address + tenant.layout.plan - plan_bytes
-        owner, device = tenant.cell.owner, self.device
-        entries = len(plan.merge.slots)
         if tenant.fixed is None:
             tenant.fixed = self._fixed(tenant)
-        return Loaded(
-            plan=plan,
-            parts=resident.views,
-            qo_lens=resident.qo_lens,
-            kv_lens=resident.kv_lens,
-            bound_kv_lens=resident.bound_kv_lens,
-            worker_indptr=flat(start + plan_at[0], len(plan.work.worker_indptr), device, owner),
-            merge_rows=rows(start + plan_at[1], len(plan.merge.rows), len(MERGE_FIELDS), device, owner),
-            merge_slots=flat(start + plan_at[2], entries, device, owner),
-            merge_leaves=flat(start + plan_at[3], entries, device, owner),
-            work=rows(start + plan_at[4], len(plan.work.items), len(WORK_FIELDS), device, owner),
-            partial_acc=tenant.fixed[0],
-            partial_ml=tenant.fixed[1],
-            header=tenant.fixed[2],
+        acc, ml, header = tenant.fixed
+        bound = resident.bound_kv_lens
+        made: Any = OpenLoaded.__new__(OpenLoaded)
+        made.plan, made.parts, made.header = plan, resident.views, header
+        made.qo_lens, made.kv_lens, made.bound_kv_lens = resident.qo_lens, resident.kv_lens, bound
+        made.partial_acc, made.partial_ml = acc, ml
+        rest = (
+            resident.qo_lens.ptr,
+            resident.kv_lens.ptr,
+            0 if bound is None else bound.ptr,
+            acc.ptr,
+            ml.ptr,
         )
+        indptr, rows, slots, leaves, work = plan_at
+        made.addresses = (start + work, start + indptr, start + rows, start + slots, start + leaves, *rest)
+        made.places = (self.device, tenant.cell.owner)
+        made.__class__ = LoadedAt
+        return made  # type: ignore[no-any-return]
 
     def _fixed(self, tenant: Tenant) -> tuple[TensorView, TensorView, TensorView | None]:
         """Partial states and header: what a load does not move."""

@@ -94,6 +94,16 @@ class Loaded:
     partial_ml: TensorView
     header: TensorView | None = None
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of work, worker_indptr, merge_rows, merge_slots, merge_leaves, qo_lens, kv_lens, bound_kv_lens (0: none), partial_acc
+        and partial_ml: what a header holds, without a view for each."""
+        views = (self.work, self.worker_indptr, self.merge_rows, self.merge_slots, self.merge_leaves)
+        lengths = (self.qo_lens, self.kv_lens, self.bound_kv_lens)
+        return tuple(
+            0 if view is None else view.ptr for view in (*views, *lengths, self.partial_acc, self.partial_ml)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Small helpers of the host: aligned memory, a framework's current stream, one pass over an index array.
 #pragma once
+#include <algorithm>
+
 #include "ways.h"
 
 namespace {
@@ -60,6 +62,26 @@ struct Scan {
 
 ATTNRT_SCAN(scan32, std::int32_t)
 ATTNRT_SCAN(scan64, std::int64_t)
+
+// widest(array, low, high) -> the largest array[:, high] - array[:, low] of a compact int32 [n, width] array, 0 if it is empty
+PyObject* py_widest(PyObject*, PyObject* args) {
+  PyObject* x;
+  int low, high;
+  if (!PyArg_ParseTuple(args, "Oii:widest", &x, &low, &high)) return nullptr;
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(x, &buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) return nullptr;
+  const Py_ssize_t width = buffer.ndim == 2 ? buffer.shape[1] : 0;
+  if (buffer.itemsize != 4 || low < 0 || high < 0 || low >= width || high >= width) {
+    PyBuffer_Release(&buffer);
+    PyErr_SetString(PyExc_ValueError, "widest takes an int32 array of rows and two of their places");
+    return nullptr;
+  }
+  const std::int32_t* row = static_cast<const std::int32_t*>(buffer.buf);
+  std::int32_t most = 0;
+  for (Py_ssize_t i = 0; i < buffer.shape[0]; ++i, row += width) most = std::max(most, row[high] - row[low]);
+  PyBuffer_Release(&buffer);
+  return PyLong_FromLong(most);
+}
 
 // scan(array) -> (smallest, largest, never falls) of a compact, non-empty int32 or int64 array (anything with a buffer)
 PyObject* py_scan(PyObject*, PyObject* x) {

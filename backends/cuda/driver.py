@@ -193,6 +193,15 @@ class CudaOps:
             "cuMemcpyHtoDAsync",
         )
 
+    def send(self, address: int, source: np.ndarray, nbytes: int, stream: int) -> Any:
+        """``copy`` and ``record`` in one call; ``source`` is uint8."""
+        event = _Event(self.index)
+        pointer = self.ffi.from_buffer(source)
+        code = self.lib.attnrt_cuda_send(self.index, address, pointer, nbytes, stream, event.handle)
+        if code:
+            check(code, "cuMemcpyHtoDAsync")
+        return event
+
     def fetch(self, address: int, nbytes: int) -> np.ndarray:
         """Bytes of device memory, after all work of the legacy stream; waits."""
         out = np.empty(nbytes, np.uint8)

@@ -200,6 +200,7 @@ class CudaKernel:
         self.itemsize = as_dtype(spec.kv_dtype).itemsize
         self.merge_grid = driver.device_attribute(device, driver.MULTIPROCESSORS) * MERGE_CTAS
         self._rulers: tuple[Any, bytes] = (None, b"")
+        self._parts: tuple[Any, bytes] = (None, b"")
         self._needs: tuple[Any, tuple[str, ...]] = (None, ())
         hopper = HOPPER_BOXES in programs.names
         self.maps_at = maps_offset(len(spec.composed.params)) if hopper else 0
@@ -251,7 +252,7 @@ class CudaKernel:
         """
         plan = loaded.plan
         if name == MERGE:
-            rows = loaded.merge_rows.shape[0] * num_qo_heads
+            rows = len(plan.merge) * num_qo_heads
             return self.merge_grid, min(self.merge_grid, -(-rows // MERGE_WARPS))
         if name in (HOPPER_BOXES, HOPPER_GATHER):
             workers = plan.traits.team.num_workers  # type: ignore[union-attr]
@@ -265,7 +266,9 @@ class CudaKernel:
         classes = loaded.plan.traits.classes
         if self._rulers[0] is not classes:
             self._rulers = (classes, pack.pack_rulers(classes))
-        pack.fill_header(loaded, target, self._rulers[1])
+        if self._parts[0] is not loaded.parts:
+            self._parts = (loaded.parts, pack.pack_parts(loaded.parts))
+        pack.fill_header(loaded, target, self._rulers[1], self._parts[1])
 
     def repeat(self, call: Call, limits: Limits | None) -> Repeat:
         """What runs a call, and later ones that differ in addresses, scale and stream alone."""

@@ -30,6 +30,7 @@ __all__ = [
     "fill_run",
     "has_team_items",
     "layout_asserts",
+    "pack_parts",
     "pack_rulers",
     "paged",
     "paged_bytes",
@@ -139,7 +140,6 @@ _AT_RULERS, _AT_PARTS = (int(HEADER.fields[name][1]) for name in ("rulers", "par
 
 
 _part_views = attrgetter(*PART_POINTERS)
-_header_views = attrgetter(*HEADER_POINTERS)
 
 
 def pack_rulers(classes: tuple[NumericClass, ...]) -> bytes:
@@ -159,27 +159,39 @@ def _part(part: PartViews) -> tuple[int, ...]:
     return (*pointers, *fast_div(part.block_size), part.heads, part.request.shape[0], 0)
 
 
-def fill_header(loaded: Loaded, target: np.ndarray, rulers: bytes | None = None) -> None:
-    """Write the PlanHeader of a loaded plan; places of parts that it does not have stay as they are, unread.
-
-    Parameters
-    ----------
-    loaded : Loaded
-    target : uint8 [HEADER.itemsize], writable
-    rulers : bytes, optional
-        ``pack_rulers(loaded.plan.traits.classes)``.
+def pack_parts(parts: tuple[PartViews, ...]) -> bytes:
+    """The header's parts; the same for every plan of one loaded index.
 
     Raises
     ------
     LimitError
         More index parts than a header holds.
     """
-    if len(loaded.parts) > MAX_PARTS:
-        raise LimitError(
-            "parts of an index on CUDA", len(loaded.parts), MAX_PARTS, "Merge levels of the cascade"
-        )
+    if len(parts) > MAX_PARTS:
+        raise LimitError("parts of an index on CUDA", len(parts), MAX_PARTS, "Merge levels of the cascade")
+    return b"".join([_PART.pack(*_part(part)) for part in parts])
+
+
+def fill_header(
+    loaded: Loaded, target: np.ndarray, rulers: bytes | None = None, parts: bytes | None = None
+) -> None:
+    """Write the PlanHeader of a loaded plan; places of parts that it does not have stay as they are, unread.
+
+    Parameters
+    ----------
+    loaded : Loaded
+    target : uint8 [HEADER.itemsize], writable
+    rulers, parts : bytes, optional
+        ``pack_rulers(loaded.plan.traits.classes)``, ``pack_parts(loaded.parts)``.
+
+    Raises
+    ------
+    LimitError
+        More index parts than a header holds.
+    """
+    if parts is None:
+        parts = pack_parts(loaded.parts)
     plan = loaded.plan
-    pointers = [0 if view is None else view.ptr for view in _header_views(loaded)]
     team = plan.traits.team
     counts = (
         plan.traits.num_workers,
@@ -191,12 +203,11 @@ def fill_header(loaded: Loaded, target: np.ndarray, rulers: bytes | None = None)
         0,
     )
     buffer = target.data
-    _COUNTS.pack_into(buffer, 0, *pointers, *counts)
+    _COUNTS.pack_into(buffer, 0, *loaded.addresses, *counts)
     if rulers is None:
         rulers = pack_rulers(plan.traits.classes)
     buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
-    for i, part in enumerate(loaded.parts):
-        _PART.pack_into(buffer, _AT_PARTS + i * _PART.size, *_part(part))
+    buffer[_AT_PARTS : _AT_PARTS + len(parts)] = parts
 
 
 def has_team_items(plan: Plan) -> bool:

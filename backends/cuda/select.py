@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from attnrt.backends.cuda.tables import DECODE_ROWS, decode_blocks
 from attnrt.scheduler.base import WORK_FIELDS
+from attnrt.tensor import native
 
 if TYPE_CHECKING:
     from attnrt.layout import Limits
     from attnrt.scheduler.base import Plan
     from attnrt.spec import AttentionSpec
+
+_Q_BEGIN, _Q_END = (WORK_FIELDS.index(name) for name in ("q_begin", "q_end"))
 
 __all__ = ["decode_queries", "limits_decode", "limits_team", "plan_decodes"]
 
@@ -30,8 +33,7 @@ def plan_decodes(plan: Plan) -> bool:
     """Whether no item of a plan has more rows than a tile of the decode kernel (it would read the item's keys again)."""
     most = decode_queries(plan.spec)
     mine = plan.work.items[: plan.work.worker_indptr[plan.traits.num_workers]]
-    begin, end = WORK_FIELDS.index("q_begin"), WORK_FIELDS.index("q_end")
-    return most > 0 and (not len(mine) or int((mine[:, end] - mine[:, begin]).max()) <= most)
+    return most > 0 and native.widest(mine, _Q_BEGIN, _Q_END) <= most
 
 
 def limits_decode(spec: AttentionSpec, limits: Limits) -> bool:

@@ -269,6 +269,12 @@ int attnrt_cuda_event_create(int device, uint64_t* event) {
   WITH_DEVICE(device, cu.EventCreate(reinterpret_cast<Handle*>(event), 0x02 /* no timing */));
 }
 int attnrt_cuda_event_destroy(int device, uint64_t event) { WITH_DEVICE(device, cu.EventDestroy(handle(event))); }
+int attnrt_cuda_send(int device, uint64_t dst, const void* src, size_t bytes, uint64_t stream, uint64_t event) {
+  Use use(device);
+  Result r = use.result();
+  if (!r) r = cu.MemcpyHtoDAsync(dst, src, bytes, handle(stream));
+  return r ? r : cu.EventRecord(handle(event), handle(stream));
+}
 int attnrt_cuda_event_record(int device, uint64_t event, uint64_t stream) {
   WITH_DEVICE(device, cu.EventRecord(handle(event), handle(stream)));
 }

@@ -41,6 +41,8 @@ int attnrt_cuda_stream_wait(int device, uint64_t stream, uint64_t event);
 int attnrt_cuda_event_create(int device, uint64_t* event);
 int attnrt_cuda_event_destroy(int device, uint64_t event);
 int attnrt_cuda_event_record(int device, uint64_t event, uint64_t stream);
+// A copy to the device and, behind it, the event.
+int attnrt_cuda_send(int device, uint64_t dst, const void* src, size_t bytes, uint64_t stream, uint64_t event);
 int attnrt_cuda_event_query(int device, uint64_t event);
 int attnrt_cuda_event_sync(int device, uint64_t event);
 
