@@ -289,6 +289,9 @@ class Run:
             self.absent.append(f"{provider.name} on {case.name}: {reason}")
             return
         except Exception as error:
+            if type(error).__name__ == "MissingJITCacheError":  # FLASHINFER_DISABLE_JIT is set
+                self.absent.append(f"{provider.name} on {case.name}: its module was not compiled beforehand")
+                return
             text = str(error).strip() or repr(error)
             self.faults.append(f"{provider.name} on {case.name}: {type(error).__name__} {text[:300]}")
             print("FAULT " + self.faults[-1], flush=True)

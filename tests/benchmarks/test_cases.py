@@ -219,6 +219,7 @@ def test_a_run_goes_on_past_what_peers_do(capsys: pytest.CaptureFixture[str]) ->
     providers = [
         Peer("gone", right, ImportError("gone is not installed")),
         Peer("absent", right, harness.Absent("no")),
+        Peer("not built", right, type("MissingJITCacheError", (RuntimeError,), {})("no module")),
         Peer("broken", right, RuntimeError("boom")),
         Peer("wrong", lambda case: right(case) * 1.1),
         Peer("short", lambda case: right(case)[:1]),
@@ -227,7 +228,11 @@ def test_a_run_goes_on_past_what_peers_do(capsys: pytest.CaptureFixture[str]) ->
     ]
     run.add([shape, dataclasses.replace(shape, name="y")], providers)
     assert [(r.case, r.provider) for r in run.rows] == [("x", "good"), ("y", "good")]
-    assert len(run.faults) == 8 and sum("error inf" in fault for fault in run.faults) == 4
+    assert (
+        len(run.absent) == 4
+        and len(run.faults) == 8
+        and sum("error inf" in fault for fault in run.faults) == 4
+    )
     assert capsys.readouterr().out.count("gone: skipped") == 1
 
 
