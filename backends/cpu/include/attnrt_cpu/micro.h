@@ -171,16 +171,12 @@ template <int R>
 static void panel_scores(const float* q, int64_t ldq, const float* panel, int dim, float* s, int64_t lds) {
   vf sum[R][2];
   for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = splat(0.0f);
-  for (int at = 0; at < dim; at += 16) {
-    for (int r = 0; r < R; ++r) prefetch(q + (R + r) * ldq + at);  // the next block's rows
-    const int end = at + 16 < dim ? at + 16 : dim;
-    for (int d = at; d < end; ++d) {
-      const vf k0 = load(panel + d * NR), k1 = load(panel + d * NR + W);
-      for (int r = 0; r < R; ++r) {
-        const vf x = splat(q[r * ldq + d]);
-        sum[r][0] = fma(x, k0, sum[r][0]);
-        sum[r][1] = fma(x, k1, sum[r][1]);
-      }
+  for (int d = 0; d < dim; ++d) {
+    const vf k0 = load(panel + d * NR), k1 = load(panel + d * NR + W);
+    for (int r = 0; r < R; ++r) {
+      const vf x = splat(q[r * ldq + d]);
+      sum[r][0] = fma(x, k0, sum[r][0]);
+      sum[r][1] = fma(x, k1, sum[r][1]);
     }
   }
   for (int r = 0; r < R; ++r) {
@@ -197,10 +193,7 @@ static void panel_accumulate(const float* p, int64_t ldp, const float* panel, in
   vf sum[R][2];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < 2; ++n) sum[r][n] = load(acc + r * lda + n * W) * splat(alpha[r]);
-  for (int r = 0; r < R; ++r) {  // the next block's
-    prefetch(acc + (R + r) * lda);
-    for (int j = k0; j < k1; j += 16) prefetch(p + (R + r) * ldp + j);
-  }
+  for (int r = 0; r < R; ++r) prefetch(acc + (R + r) * lda);  // the next block's
   int j = k0;
   do {
     const vf v0 = load(panel + j * NR), v1 = load(panel + j * NR + W);
