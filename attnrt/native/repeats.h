@@ -240,6 +240,7 @@ PyObject* repeats_run(PyObject* object, PyObject* const* args, Py_ssize_t n) {
   }
   PyObject *q = args[0], *k = args[1], *v = Py_None, *plan = args[2], *out = args[3], *lse = args[4];
   PyObject *pair = args[5], *scale_given = args[6];
+  if (self->apart && out == Py_None) Py_RETURN_NONE;  // a run's result is to be made
   if (self->forms->empty() || (plan != Py_None && plan != self->plan)) Py_RETURN_NONE;
   if (!self->shared_kv) {
     if (!PyTuple_CheckExact(k) || PyTuple_Size(k) != 2) Py_RETURN_NONE;

@@ -65,7 +65,7 @@ def launch_record(device: int, kernel: int, smem: int, dependent: bool) -> Any:
 
 def _all_team(plan: Plan) -> bool:
     """Whether all items are the team's."""
-    return int(plan.work.worker_indptr[plan.traits.num_workers]) == 0
+    return plan.traits.team is not None and int(plan.work.worker_indptr[plan.traits.num_workers]) == 0
 
 
 def launch(entry: Any, grid: int, arguments: Any, stream: int) -> None:

@@ -212,6 +212,8 @@ def fill_header(
 
 def has_team_items(plan: Plan) -> bool:
     """Whether the team has work."""
+    if plan.traits.team is None:
+        return False
     indptr = plan.work.worker_indptr
     return bool(indptr[plan.traits.num_workers] < indptr[-1])
 

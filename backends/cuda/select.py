@@ -8,7 +8,7 @@ A captured graph outlives the plan that it was captured under, so with limits th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.cuda.tables import DECODE_ROWS, decode_blocks
 from attnrt.scheduler.base import WORK_FIELDS
@@ -29,10 +29,23 @@ def decode_queries(spec: AttentionSpec) -> int:
     return 8 * decode_blocks(spec) // spec.group
 
 
+_last: tuple[Any, int] = (None, 0)
+
+
+def _queries_of(spec: AttentionSpec) -> int:
+    """``decode_queries``, kept for the spec that was asked for last: every load asks."""
+    global _last
+    known = _last
+    if known[0] is not spec:
+        _last = known = (spec, decode_queries(spec))
+    return known[1]
+
+
 def plan_decodes(plan: Plan) -> bool:
     """Whether no item of a plan has more rows than a tile of the decode kernel (it would read the item's keys again)."""
-    most = decode_queries(plan.spec)
-    mine = plan.work.items[: plan.work.worker_indptr[plan.traits.num_workers]]
+    most, mine = _queries_of(plan.spec), plan.work.items
+    if plan.traits.team is not None:
+        mine = mine[: plan.work.worker_indptr[plan.traits.num_workers]]
     return most > 0 and native.widest(mine, _Q_BEGIN, _Q_END) <= most
 
 
