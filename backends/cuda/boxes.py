@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from attnrt.backends.base import PagedView
     from attnrt.scheduler.base import Plan
 
-__all__ = ["LARGEST", "MAPS_BYTES", "NO_BOXES", "SMALLEST", "box_of", "encode", "geometry", "of_plan", "tail"]
+__all__ = [
+    "LARGEST",
+    "MAPS_BYTES",
+    "NO_BOXES",
+    "SMALLEST",
+    "box_of",
+    "encode",
+    "geometry",
+    "is_solid",
+    "of_plan",
+    "tail",
+]
 
 #: log2 of the tokens of a box: a tile has 128 keys, and more than eight boxes a tile would take longer than copies by key.
 SMALLEST, LARGEST = 4, 7
@@ -56,6 +67,16 @@ def of_plan(plan: Plan) -> tuple[int, int]:
             most = _log2_of_divisor(int(np.bitwise_or.reduce(part.kv_base, initial=0)))
             in_pages = min(in_pages, most)
     return tuple(size if size >= SMALLEST else -1 for size in (anywhere, in_pages))  # type: ignore[return-value]
+
+
+def is_solid(plan: Plan) -> bool:
+    """Whether no list of a plan has a hole; lists on a device may."""
+    for part in plan.parts:
+        if part.kv_base is None and (
+            not isinstance(part.indices, np.ndarray) or part.indices.min(initial=0) < 0
+        ):
+            return False
+    return True
 
 
 def is_linear(view: PagedView) -> bool:

@@ -12,8 +12,11 @@ from attnrt.backends.cuda.render import (
     ATTEND,
     DECODE,
     DECODE_SMEM,
+    HOPPER,
     HOPPER_BOXES,
+    HOPPER_BOXES_FOLD,
     HOPPER_GATHER,
+    HOPPER_GATHER_FOLD,
     HOPPER_SMEM,
     MERGE,
     MERGE_CTAS,
@@ -21,7 +24,7 @@ from attnrt.backends.cuda.render import (
     THREADS,
     maps_offset,
 )
-from attnrt.backends.cuda.select import limits_decode, limits_team, plan_decodes
+from attnrt.backends.cuda.select import limits_decode, limits_team, plan_decodes, plan_folds
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
 from attnrt.errors import CaptureError
@@ -42,8 +45,10 @@ __all__ = ["CudaKernel", "DriverModule", "Module", "launch"]
 MERGE_WARPS = THREADS // 32
 
 #: Where a module says how much dynamic shared memory a kernel needs.
-_SMEM = {ATTEND: SMEM, DECODE: DECODE_SMEM, HOPPER_BOXES: HOPPER_SMEM, HOPPER_GATHER: HOPPER_SMEM}
+_SMEM = {ATTEND: SMEM, DECODE: DECODE_SMEM, **dict.fromkeys(HOPPER, HOPPER_SMEM)}
 _RUN_OFFSETS = pack.run_offsets()
+#: Forms of the Hopper kernel: for items of one leaf, and of several.
+_BY_BOXES, _BY_KEY = (HOPPER_BOXES, HOPPER_BOXES_FOLD), (HOPPER_GATHER, HOPPER_GATHER_FOLD)
 
 
 class Module(Protocol):
@@ -219,7 +224,8 @@ class CudaKernel:
             if len(plan.work) and not _all_team(plan):
                 names.append(DECODE if plan_decodes(plan) else ATTEND)
             if team:
-                names.append(HOPPER_GATHER if self._by_key(plan, box) else HOPPER_BOXES)
+                plain, folding = _BY_KEY if self._by_key(plan, box) else _BY_BOXES
+                names.append(folding if plan_folds(plan) else plain)
             if len(plan.merge):
                 names.append(MERGE)
             self._needs = (known, tuple(names))
@@ -232,8 +238,8 @@ class CudaKernel:
         first = DECODE if limits_decode(self.spec, limits) else ATTEND
         if not self.maps_at or not limits_team(self.spec, limits):
             return (first, MERGE)
-        by_boxes = () if box == boxes.NO_BOXES else (HOPPER_BOXES,)
-        return (first, *by_boxes, HOPPER_GATHER, MERGE)
+        by_boxes = () if box == boxes.NO_BOXES else (HOPPER_BOXES_FOLD,)
+        return (first, *by_boxes, HOPPER_GATHER_FOLD, MERGE)
 
     def prepare(self, plan: Plan | None, limits: Limits | None) -> None:
         """Compile what a plan (None: any plan within the limits) needs, so that its runs do not."""
@@ -254,9 +260,9 @@ class CudaKernel:
         if name == MERGE:
             rows = len(plan.merge) * num_qo_heads
             return self.merge_grid, min(self.merge_grid, -(-rows // MERGE_WARPS))
-        if name in (HOPPER_BOXES, HOPPER_GATHER):
+        if name in HOPPER:
             workers = plan.traits.team.num_workers  # type: ignore[union-attr]
-            mine = (name == HOPPER_GATHER) == self._by_key(plan, box)
+            mine = (name in _BY_KEY) == self._by_key(plan, box)
             return workers, workers if mine and pack.has_team_items(plan) else 0
         workers = plan.traits.num_workers
         return workers, workers if len(plan.work) and not _all_team(plan) else 0

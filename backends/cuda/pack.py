@@ -91,7 +91,7 @@ HEADER_POINTERS = (
 HEADER = np.dtype(
     [(name, "<u8") for name in HEADER_POINTERS]
     + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers")]
-    + [(name, "<i4") for name in ("box_log2", "page_box_log2", "pad")]
+    + [(name, "<i4") for name in ("box_log2", "page_box_log2", "solid")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
 LAUNCH_RUN = np.dtype(
@@ -193,14 +193,14 @@ def fill_header(
         parts = pack_parts(loaded.parts)
     plan = loaded.plan
     team = plan.traits.team
+    works = team is not None and has_team_items(plan)
     counts = (
         plan.traits.num_workers,
         len(plan.merge),
         len(loaded.parts),
         plan.tree == "pairwise",
         0 if team is None else team.num_workers,
-        *(boxes.of_plan(plan) if team is not None and has_team_items(plan) else (-1, -1)),
-        0,
+        *((*boxes.of_plan(plan), boxes.is_solid(plan)) if works else (-1, -1, 0)),
     )
     buffer = target.data
     _COUNTS.pack_into(buffer, 0, *loaded.addresses, *counts)

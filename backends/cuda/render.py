@@ -29,7 +29,9 @@ __all__ = [
     "DECODE_SMEM",
     "HOPPER",
     "HOPPER_BOXES",
+    "HOPPER_BOXES_FOLD",
     "HOPPER_GATHER",
+    "HOPPER_GATHER_FOLD",
     "HOPPER_SMEM",
     "MERGE",
     "SMEM",
@@ -51,16 +53,16 @@ HOPPER_BOXES, HOPPER_GATHER, HOPPER_SMEM = (
     "attnrt_hopper_gather",
     "attnrt_hopper_smem_bytes",
 )
-#: The Hopper kernel in its two forms: K and V in boxes (boxes.py), or key by key.
-HOPPER = (HOPPER_BOXES, HOPPER_GATHER)
+HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD = HOPPER_BOXES + "_fold", HOPPER_GATHER + "_fold"
+#: The Hopper kernel in its forms: K and V in boxes (boxes.py), or key by key; for items of one leaf, or of several to be folded.
+HOPPER = (HOPPER_BOXES, HOPPER_GATHER, HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD)
 _HOPPER_BYTES = "attnrt::hopper_smem_bytes<attnrt::Config, attnrt::Variant>()"
 #: Dynamic shared memory of the kernels that have some, as a constant expression of their text.
 SMEM_BYTES = {
     ATTEND: "attnrt::Layout<attnrt::Config, attnrt::Variant>::kOffsetMeta"
     " + sizeof(attnrt::Meta<attnrt::Layout<attnrt::Config, attnrt::Variant>>)",
     DECODE: "attnrt::DecodeShape::kOffsetMeta + sizeof(attnrt::DecodeMeta<attnrt::DecodeShape, attnrt::Variant>)",
-    HOPPER_BOXES: _HOPPER_BYTES,
-    HOPPER_GATHER: _HOPPER_BYTES,
+    **dict.fromkeys(HOPPER, _HOPPER_BYTES),
 }
 THREADS = 128
 #: CTAs of the merge kernel per multiprocessor: fixed, for a captured graph; four warps each take (row, head) pairs in turn.
@@ -171,7 +173,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
 
 def _hopper_text(name: str) -> str:
     # Both forms may be launched one after the other: the plan at hand and the maps say which of them it is that runs.
-    boxes = name == HOPPER_BOXES
+    boxes = name in (HOPPER_BOXES, HOPPER_BOXES_FOLD)
     return f"""
 static_assert(sizeof(attnrt::KvMaps) == {MAPS_BYTES});
 extern "C" __device__ const int {HOPPER_SMEM} = {_HOPPER_BYTES};
@@ -194,8 +196,7 @@ _HOPPER_HEADERS = ("hopper_attend.cuh", "hopper_loader.cuh")
 _KERNELS: dict[str, tuple[tuple[str, ...], Callable[[TileConfig], str]]] = {
     ATTEND: (("attend.cuh",), _attend_text),
     DECODE: (("decode.cuh",), _decode_text),
-    HOPPER_BOXES: (_HOPPER_HEADERS, lambda config: _hopper_text(HOPPER_BOXES)),
-    HOPPER_GATHER: (_HOPPER_HEADERS, lambda config: _hopper_text(HOPPER_GATHER)),
+    **{name: (_HOPPER_HEADERS, lambda config, name=name: _hopper_text(name)) for name in HOPPER},  # type: ignore[misc]
     MERGE: (("merge.cuh",), _merge_text),
 }
 #: Constants that the merge kernel reads: a text with fewer is the same for more specs, and is compiled once for them all.
@@ -239,7 +240,11 @@ def render(spec: AttentionSpec, *names: str) -> str:
     constants, maps, asserts = config_text(config), "", ""
     wide = hopper_config(spec) if set(names) & set(HOPPER) else None
     if wide is not None:
-        own = {"kv_tile": wide.kv_tile, "warpgroups": wide.warpgroups, "folds": wide.folds}
+        own = {
+            "kv_tile": wide.kv_tile,
+            "warpgroups": wide.warpgroups,
+            "folds": names[0] in (HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD),
+        }
         constants, maps = config_text(config, _HOPPER_CONSTANTS, **own), "\n  KvMaps maps;"
         asserts = f"\nstatic_assert(sizeof(Launch) == {maps_offset(len(composed.params)) + MAPS_BYTES});"
     if names == (MERGE,):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _Q_BEGIN, _Q_END = (WORK_FIELDS.index(name) for name in ("q_begin", "q_end"))
 
-__all__ = ["decode_queries", "limits_decode", "limits_team", "plan_decodes"]
+__all__ = ["decode_queries", "limits_decode", "limits_team", "plan_decodes", "plan_folds"]
 
 
 def decode_queries(spec: AttentionSpec) -> int:
@@ -47,6 +47,13 @@ def plan_decodes(plan: Plan) -> bool:
     if plan.traits.team is not None:
         mine = mine[: plan.work.worker_indptr[plan.traits.num_workers]]
     return most > 0 and native.widest(mine, _Q_BEGIN, _Q_END) <= most
+
+
+def plan_folds(plan: Plan) -> bool:
+    """Whether an item of the team folds several leaves into one state."""
+    theirs = plan.work.items[plan.work.worker_indptr[plan.traits.num_workers] :]
+    begin, end, fold = (WORK_FIELDS.index(name) for name in ("leaf_begin", "leaf_end", "fold"))
+    return bool(((theirs[:, end] - theirs[:, begin] > 1) & (theirs[:, fold] == 1)).any())
 
 
 def limits_decode(spec: AttentionSpec, limits: Limits) -> bool:

@@ -119,13 +119,10 @@ class HopperConfig:
         Keys per tile; part of the numeric class.
     warpgroups : int
         Consumer warpgroups of 64 rows.
-    folds : bool
-        Whether an item may hold several leaves.
     """
 
     kv_tile: int
     warpgroups: int
-    folds: bool = True
 
     @property
     def rows(self) -> int:

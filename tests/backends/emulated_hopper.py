@@ -43,7 +43,7 @@ extern "C" int emulate_hopper(const void* args, unsigned seed, int* by_boxes) {
 
 def hopper_text(spec: Any) -> str:
     """The rendered text of a spec's Hopper kernel for g++, without its entry point."""
-    text = render.render(spec, render.HOPPER_BOXES)
+    text = render.render(spec, render.HOPPER_BOXES_FOLD)
     for name in ("ptx.cuh", "kernels/hopper_ptx.cuh"):
         own = render._INCLUDE.sub("", (render._ROOT / name).read_text().replace("#pragma once\n", ""))
         before, found, after = text.partition(own.strip())

@@ -65,7 +65,7 @@ for index, count in ((decode, 1), (cut, 2), (mixed, 3), (decode, 3), (cut, 3)):
     assert asked == order[:count]
 new().prepare(cut)
 assert asked == ["attnrt_decode", "attnrt_merge"]
-hopper = ["attnrt_hopper_boxes", "attnrt_hopper_gather"]
+hopper = ["attnrt_hopper_boxes_fold", "attnrt_hopper_gather_fold"]
 for limits, kernels in (
     (at.Limits(8, 32, 256), ["attnrt_attend", *hopper]),
     (at.Limits(8, 32, 256, max_qo_len=3), ["attnrt_attend"]),
@@ -84,7 +84,8 @@ gc.collect()
 held = sum(isinstance(x, DriverModule) for x in gc.get_objects())
 at.warmup([s], backend=cuda)
 gc.collect()  # a shared library that nobody holds is closed, with its kernels
-assert sum(isinstance(x, DriverModule) for x in gc.get_objects()) == held + 5
+assert sum(isinstance(x, DriverModule) for x in gc.get_objects()) == held + 7
+hopper = sorted([*hopper, "attnrt_hopper_boxes", "attnrt_hopper_gather"])
 assert sorted(asked) == ["attnrt_attend", "attnrt_decode", *hopper, "attnrt_merge"]
 """)
 
@@ -107,6 +108,9 @@ assert launched(paged((17, 40), (40, 70))) == [boxes]
 assert launched(paged((1, 40), (40, 70))) == [decode, boxes]
 assert launched(paged((5, 40), (40, 70))) == [tile, boxes]
 assert launched(paged((16, 16), (40, 70))) == [tile]
+assert launched(paged((60,), (5000,))) == [("hopper_boxes", 132), ("merge", 120)]
+one = at.Attention(s, backend=cuda, scheduler="round_robin")  # nothing is cut
+assert launched(paged((60,), (5000,)), attn=one) == [("hopper_boxes_fold", 132)]
 assert launched(paged((17, 40), (40, 70), size=8), size=8) == [gather]
 assert launched(paged((17, 40), (40, 70), size=48), size=48) == [boxes]
 attn = at.Attention(s, backend=cuda)
@@ -174,7 +178,8 @@ for again in range(2):
     attn.run(q, kv, out=out, lse=lse, stream=9)
     lines = trace()  # everything that a later plan may need, and nothing that allocates, waits or copies
     assert [line.split()[2:] for line in lines] == [
-        ["attnrt_attend", "528"], ["attnrt_hopper_boxes", "132"], ["attnrt_hopper_gather", "132"], ["attnrt_merge", "528"]
+        ["attnrt_attend", "528"], ["attnrt_hopper_boxes_fold", "132"], ["attnrt_hopper_gather_fold", "132"],
+        ["attnrt_merge", "528"]
     ], lines
 with pytest.raises(at.CaptureError):
     attn.append(k, k, kv, slots=[1, 2, 3, 4], stream=9)

@@ -118,7 +118,7 @@ struct PlanHeader {
   // Every list may be read in boxes of 2^box_log2 tokens that begin at multiples of so many, whatever pages the cache
   // has, or 2^page_box_log2 where a box must lie in one page; negative: none.
   int box_log2, page_box_log2;
-  int pad;
+  int solid;  // no list has a hole or names a block outside the pool
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };
