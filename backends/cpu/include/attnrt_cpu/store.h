@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// append(): rows of K or V into the pool, scaled and rounded on the way; rows of the pool's own type whose scale is 1 are
-// copied bit by bit.
+// append(): rows of K or V into the pool, scaled and rounded on the way; rows of the pool's own type whose scale is 1
+// are copied bit by bit.
 
 static int store_rows(const attnrt_store* call) {
   const attnrt_store& s = *call;
