@@ -24,7 +24,7 @@ from pathlib import Path
 from attnrt.config import config, usable_cache_dir
 from attnrt.errors import CompileError
 
-__all__ = ["elsewhere", "fetch", "key_of", "why_no_room"]
+__all__ = ["fetch", "key_of", "path_of"]
 
 #: Less room than this (bytes) on a disk explains a compiler that failed while it wrote.
 NEEDED = 16 << 20
@@ -43,6 +43,11 @@ def key_of(*parts: str | bytes) -> str:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
+
+
+def path_of(key: str, suffix: str) -> Path:
+    """Where the entry of ``key`` lies or will lie."""
+    return usable_cache_dir() / key[:2] / (key + suffix)
 
 
 def fetch(key: str, suffix: str, label: str, build: Callable[[Path], None]) -> Path:
@@ -64,8 +69,8 @@ def fetch(key: str, suffix: str, label: str, build: Callable[[Path], None]) -> P
     CompileError
         From build, or because ATTNRT_FORBID_COMPILE is set and the entry is not there.
     """
-    folder = usable_cache_dir() / key[:2]
-    path = folder / (key + suffix)
+    path = path_of(key, suffix)
+    folder = path.parent
     with _guard:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
@@ -91,14 +96,14 @@ def fetch(key: str, suffix: str, label: str, build: Callable[[Path], None]) -> P
                         left.unlink(missing_ok=True)
                     _publish(path, build)
         except (OSError, CompileError) as error:
-            reason = why_no_room(folder, error)
+            reason = _why_no_room(folder, error)
             if reason is None:
                 raise
             return _build_elsewhere(key, suffix, label, build, reason)
     return path
 
 
-def why_no_room(folder: Path, error: Exception) -> str | None:
+def _why_no_room(folder: Path, error: Exception) -> str | None:
     """Why a folder takes nothing any more, as after ``error``; None: the error is about something else."""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
@@ -108,39 +113,21 @@ def why_no_room(folder: Path, error: Exception) -> str | None:
     return None
 
 
-def elsewhere(folder: Path, label: str, reason: str) -> tempfile.TemporaryDirectory:
-    """A folder of this process for what a cache folder could not take; warns.
-
-    Raises
-    ------
-    CompileError
-        There is no room anywhere.
-    """
-    try:
-        found = tempfile.TemporaryDirectory(prefix="attnrt-")
-    except OSError as error:
-        raise CompileError(
-            label,
-            "must be written somewhere",
-            f"{folder}: {reason}; {error}",
-            "Free some space, or set TMPDIR",
-        ) from error
-    warnings.warn(
-        f"{label} cannot be kept in {folder} ({reason}); it is compiled again by each process.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return found
-
-
 def _build_elsewhere(key: str, suffix: str, label: str, build: Callable[[Path], None], reason: str) -> Path:
-    folder = elsewhere(usable_cache_dir(), label, reason)
-    path = Path(folder.name) / (key + suffix)
+    """Build into a folder of this process, because the cache could not take the entry for ``reason``; warns."""
     try:
+        folder = tempfile.TemporaryDirectory(prefix="attnrt-")
+        warnings.warn(
+            f"{label} cannot be kept in {usable_cache_dir()} ({reason}); it is compiled again by each process.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        path = Path(folder.name) / (key + suffix)
         build(path)
     except OSError as error:
+        found = f"{usable_cache_dir()}: {reason}; {error}"
         raise CompileError(
-            label, "must be written somewhere", str(error), "Free some space, or set TMPDIR"
+            label, "must be written somewhere", found, "Free some space, or set TMPDIR"
         ) from error
     _elsewhere[key] = (folder, path)
     return path

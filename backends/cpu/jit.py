@@ -1,31 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variants compiled on first use: one C++ file of the variant and its hooks, into a cache that processes share.
 
-An entry's name is the hash of everything that can change its machine code: compiler version, options, rendered source and
-the text of every header. An entry is written beside its place, loaded once, and published by one rename. Its last 32 bytes
-are the hash of the others, so that a torn or edited file is seen before it is loaded. A lock per entry (in the process and
-in the file system) lets one builder work while others wait; the system frees it when a builder dies.
+An entry's key is the hash of everything that can change its machine code: compiler version, options, rendered source and
+the text of every header. How entries are built, kept and mended is backends/cache.py's affair.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
-import os
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnrt.backends.cache import elsewhere, why_no_room
+from attnrt.backends.cache import fetch, key_of, path_of
 from attnrt.backends.cpu.families import FLAGS, Code, load_library
-from attnrt.config import config, usable_cache_dir
+from attnrt.config import config
 from attnrt.errors import CompileError
 
 if TYPE_CHECKING:
@@ -46,10 +39,8 @@ OPTIONS = (
     "-Wno-psabi",
 )
 COMPILERS = ("c++", "g++", "clang++")
-_HASH_BYTES = 32
 
-_loaded: dict[str, Code] = {}
-_locks: dict[str, threading.Lock] = {}
+_loaded: dict[str, Code] = {}  # by key
 _guard = threading.Lock()
 
 
@@ -109,25 +100,29 @@ def _options(family: str) -> list[str]:
     return [*OPTIONS, *FLAGS[family]]
 
 
-def cache_entry(variant: Composed, family: str) -> Path | None:
-    """Where the variant's library lies or will lie; None without a compiler."""
+def _key(variant: Composed, family: str) -> str | None:
+    """Key of the variant's library; None without a compiler."""
     compiler = find_compiler(config().cxx)
     if compiler is None:
         return None
-    parts = (_compiler_version(compiler), " ".join(_options(family)), _headers_hash(), render(variant))
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    return usable_cache_dir() / "cpu" / f"{key}.so"
+    return key_of(_compiler_version(compiler), " ".join(_options(family)), _headers_hash(), render(variant))
+
+
+def cache_entry(variant: Composed, family: str) -> Path | None:
+    """Where the variant's library lies or will lie; None without a compiler."""
+    key = _key(variant, family)
+    return None if key is None else path_of(key, ".so")
 
 
 def why_not_compile(variant: Composed, family: str) -> list[str]:
     """Reasons why the variant's code cannot be had."""
-    entry = cache_entry(variant, family)
-    if entry is None:
+    key = _key(variant, family)
+    if key is None:
         tried = config().cxx or ", ".join(COMPILERS)
         return [
             f"the variant {variant!r} must be compiled, and no C++ compiler was found (tried {tried}; ATTNRT_CXX names one)"
         ]
-    if config().forbid_compile and str(entry) not in _loaded and not entry.exists():
+    if config().forbid_compile and key not in _loaded and not path_of(key, ".so").exists():
         return [f"the variant {variant!r} must be compiled, and ATTNRT_FORBID_COMPILE is set"]
     return []
 
@@ -140,108 +135,52 @@ def compiled_kernel(variant: Composed, family: str) -> Code:
     CompileError
         No compiler, compiling is forbidden, or the text does not compile; ``log`` is the compiler's.
     """
-    entry = cache_entry(variant, family)
+    key = _key(variant, family)
     label = f"variant {variant!r}"
-    if entry is None:
+    if key is None:
         raise CompileError(
             label, "must be compiled by a C++ compiler", "none", why_not_compile(variant, family)[0]
         )
-    key = str(entry)
-    with _guard:
-        lock = _locks.setdefault(key, threading.Lock())
-    with lock:
-        found = _loaded.get(key)
-        if found is None:
-            found = _load_entry(entry)
-        if found is None:
-            if config().forbid_compile:
-                raise CompileError(
-                    label,
-                    "must not be compiled with ATTNRT_FORBID_COMPILE set",
-                    None,
-                    "Compile it before: attnrt.warmup",
-                )
-            found = _build_or_elsewhere(entry, render(variant), family, label)
-        _loaded[key] = found
-        return found
+    found = _loaded.get(key)
+    if found is None:
+        source = render(variant)
+        path = fetch(key, ".so", label, lambda target: _compile(target, source, family, label))
+        with _guard:  # threads that come at once get one object
+            found = _loaded.setdefault(key, _load(path, label))
+    return found
 
 
-def _load_entry(entry: Path) -> Code | None:
-    """The code of an entry that is whole; None if there is none."""
-    try:
-        data = entry.read_bytes()
-    except OSError:
-        return None
-    if len(data) <= _HASH_BYTES or hashlib.sha256(data[:-_HASH_BYTES]).digest() != data[-_HASH_BYTES:]:
-        return None
-    found = load_library(str(entry))
-    return found if isinstance(found, Code) else None
-
-
-@contextlib.contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; without it (a file system without locks) two may build the same entry, to no harm."""
-    with open(path, "ab") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _build_or_elsewhere(entry: Path, source: str, family: str, label: str) -> Code:
-    """Build the entry, or, where its disk takes nothing any more, code for this process alone."""
-    try:
-        return _build(entry, source, family, label)
-    except (OSError, CompileError) as error:
-        reason = why_no_room(entry.parent, error)
-        if reason is None:
-            raise
-    with elsewhere(entry.parent, label, reason) as folder:  # loaded code outlives its file
-        try:
-            code = load_library(str(_compile(Path(folder), source, family, label)))
-        except OSError as error:
-            hint = "Free some space, or set TMPDIR"
-            raise CompileError(label, "must be written somewhere", str(error), hint) from error
+def _load(path: Path, label: str) -> Code:
+    code = load_library(str(path))
     if not isinstance(code, Code):
         raise CompileError(label, "must load after compilation", code)
     return code
 
 
-def _build(entry: Path, source: str, family: str, label: str) -> Code:
-    entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _file_lock(entry.with_suffix(".lock")):
-        found = _load_entry(entry)  # another process may have been first
-        if found is not None:
-            return found
-        for left in entry.parent.glob(f"{entry.stem}.*.tmp"):  # of builders that died
-            shutil.rmtree(left, ignore_errors=True)
-        work = Path(tempfile.mkdtemp(prefix=f"{entry.stem}.", suffix=".tmp", dir=entry.parent))
-        try:
-            built = _compile(work, source, family, label)
-            code = load_library(str(built))
-            if not isinstance(code, Code):
-                raise CompileError(label, "must load after compilation", code)
-            os.replace(built, entry)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    return code
-
-
-def _compile(work: Path, source: str, family: str, label: str) -> Path:
-    """Compile ``source`` in a folder of its own; the library with its hash behind it."""
+def _compile(target: Path, source: str, family: str, label: str) -> None:
+    """Compile ``source`` into the library ``target``, and see that it loads."""
     compiler = find_compiler(config().cxx)
     assert compiler is not None
-    file, built = work / "variant.cpp", work / "variant.so"
-    file.write_text(source)
-    command = [compiler, *_options(family), *(f"-I{d}" for d in _include_dirs()), str(file), "-o", str(built)]
+    file = target.with_name(target.name + ".variant.cpp")
+    command = [
+        compiler,
+        *_options(family),
+        *(f"-I{d}" for d in _include_dirs()),
+        str(file),
+        "-o",
+        str(target),
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, errors="replace")
-    except OSError as error:
-        raise CompileError(label, "must be compiled", f"{compiler}: {error.strerror}") from error
+        file.write_text(source)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, errors="replace")
+        except OSError as error:
+            raise CompileError(label, "must be compiled", f"{compiler}: {error.strerror}") from error
+    finally:
+        file.unlink(missing_ok=True)
     if done.returncode:
         raise _failed(label, compiler, done.stderr)
-    data = built.read_bytes()
-    built.write_bytes(data + hashlib.sha256(data).digest())
-    return built
+    _load(target, label)
 
 
 def _failed(label: str, compiler: str, log: str) -> CompileError:

@@ -26,7 +26,7 @@ from attnrt.backends.cuda import nvcc, render
 v = at.variants
 ROOT = Path(__file__).resolve().parents[2]
 
-#: A process that asks the cache of the CUDA backends for entries, with a builder that logs and takes its time.
+#: A process that asks the cache for entries, with a builder that logs and takes its time.
 FETCH = """
 import sys, threading, time
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_c43_one_build_per_key(tmp_path):
 
 
 def test_c43_different_kernels_at_once(tmp_path):
-    """The CPU backend's own cache: processes that compile different variants at once, each variant once."""
+    """The CPU backend: processes that compile different variants at once, each variant once."""
     compiler, compilations = counting_compiler(tmp_path)
     env = environment(tmp_path, ATTNRT_CXX=compiler)
     answers = [finish(p)[0] for p in [start(VARIANT, env, "alibi", "cap") for _ in range(3)]]
@@ -215,14 +215,14 @@ def test_c92_the_disk_is_full(tmp_path, monkeypatch):
 def test_c92_the_disk_is_full_for_a_cpu_variant(tmp_path, monkeypatch):
     real = jit._compile
 
-    def compile_with_room(work, source, family, label):
-        if tmp_path in work.parents:
-            (work / "variant.so").write_bytes(b"half")
+    def compile_with_room(target, source, family, label):
+        if tmp_path in target.parents:
+            target.write_bytes(b"half")
             raise at.CompileError(label, "must compile", "ld: final link failed: No space left on device")
-        return real(work, source, family, label)
+        real(target, source, family, label)
 
     monkeypatch.setattr(jit, "_compile", compile_with_room)
-    monkeypatch.setattr(jit, "usable_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(cache, "usable_cache_dir", lambda: tmp_path)
     variant = v.compose((v.full(), v.alibi(), v.softcap(7.0)))
     with pytest.raises(at.CompileError):  # there was room: the compiler's own fault
         jit.compiled_kernel(variant, families()[0])
