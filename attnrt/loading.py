@@ -31,7 +31,6 @@ __all__ = [
     "Uploads",
     "bound_views",
     "make_resident",
-    "typed",
     "write_all",
     "write_plan",
 ]
@@ -50,7 +49,7 @@ class Area:
     address: int = 0
     nbytes: int = 0
     owner: Any = None
-    host: Typed | None = None  # its bytes by item size, where the host writes device memory itself
+    host: np.ndarray | None = None  # uint8 over it, where the host writes device memory itself
 
 
 @dataclass(slots=True, eq=False)
@@ -70,18 +69,18 @@ class Staging:
 
     def __init__(self, ops: DeviceOps) -> None:
         self.ops = ops
-        self.buffers: list[Typed | None] = [None] * RING
+        self.buffers: list[np.ndarray | None] = [None] * RING
         self.events: list[Any] = [None] * RING
         self.turn = 0
 
-    def take(self, nbytes: int) -> Typed:
-        """The next buffer, at least nbytes long, by item size; waits for its last copy."""
+    def take(self, nbytes: int) -> np.ndarray:
+        """The next buffer, at least nbytes long; waits for its last copy."""
         if self.events[self.turn] is not None:
             self.ops.wait_host(self.events[self.turn])
             self.events[self.turn] = None
         found = self.buffers[self.turn]
-        if found is None or len(found[1]) < nbytes:
-            found = self.buffers[self.turn] = typed(self.ops.staging(lay.align(int(nbytes * GROWTH))))
+        if found is None or len(found) < nbytes:
+            found = self.buffers[self.turn] = self.ops.staging(lay.align(int(nbytes * GROWTH)))
         return found
 
     def sent(self, event: Any) -> None:
@@ -111,7 +110,7 @@ class Uploads:
         if area.nbytes < nbytes:
             size = lay.align(int(nbytes * GROWTH))
             area = _area(self.ops, size)
-        staged = self.staging.take(nbytes)[1]
+        staged = self.staging.take(nbytes)
         staged[: array.nbytes] = array.reshape(-1).view(np.uint8)
         self.staging.sent(self.ops.send(area.address, staged, nbytes, stream))
         self.sent += 1
@@ -220,31 +219,12 @@ class OpenLoaded(Loaded):
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
 
-Typed = dict[int, np.ndarray]
-
-
-def typed(target: np.ndarray) -> Typed:
-    """A uint8 array as numbers of each size that is loaded, by item size."""
-    words = target[: len(target) // 8 * 8]
-    return {1: target, 4: words.view(np.int32), 8: words.view(np.int64)}
-
-
-def write_all(target: Typed, base: int, arrays: list[Any], at: list[int]) -> None:
-    """Copy arrays (1-D, or C-contiguous 2-D) to byte offsets from ``base``; None and empty ones take no room."""
-    for array, spot in zip(arrays, at, strict=True):
-        if array is not None and array.size:
-            first = (base + spot) // array.itemsize
-            target[array.itemsize][first : first + array.size] = array if array.ndim == 1 else array.ravel()
-
-
-def write_plan(target: Typed, base: int, plan: Plan, at: tuple[int, ...]) -> None:
-    """``write_all`` of a plan's arrays in the order of layout.PLAN_FIELDS."""
-    words, base = target[4], base >> 2
+def write_plan(target: np.ndarray, base: int, plan: Plan, at: tuple[int, ...]) -> None:
+    """Copy a plan's arrays, in the order of layout.PLAN_FIELDS, to byte offsets from ``base``."""
     work, merge = plan.work, plan.merge
-    spots = [base + (spot >> 2) for spot in at]
-    words[spots[0] : spots[0] + len(work.worker_indptr)] = work.worker_indptr
-    if len(merge.rows):
-        words[spots[1] : spots[1] + merge.rows.size] = merge.rows.ravel()
-        words[spots[2] : spots[2] + len(merge.slots)] = merge.slots
-        words[spots[3] : spots[3] + len(merge.leaves)] = merge.leaves
-    words[spots[4] : spots[4] + work.items.size] = work.items.ravel()
+    native.stage(target, base, (work.worker_indptr, merge.rows, merge.slots, merge.leaves, work.items), at)
+
+
+def write_all(target: np.ndarray, base: int, arrays: list[Any], at: list[int]) -> None:
+    """Copy contiguous arrays to byte offsets from ``base``; None takes no room."""
+    native.stage(target, base, tuple(arrays), tuple(at))

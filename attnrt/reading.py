@@ -23,7 +23,7 @@ except ImportError as error:
     raise ImportError(
         "attnrt._tensor_native is not built; in a checkout run: python setup.py build_ext --inplace"
     ) from error
-if getattr(native, "REVISION", 0) != 4:  # the number in native/tensor.cpp: a stale build says so at once
+if getattr(native, "REVISION", 0) != 5:  # the number in native/tensor.cpp: a stale build says so at once
     raise ImportError(
         "attnrt._tensor_native is out of date; in a checkout run: python setup.py build_ext --inplace"
     )

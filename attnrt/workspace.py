@@ -27,10 +27,8 @@ from attnrt.loading import (
     OpenLoaded,
     Resident,
     Staging,
-    Typed,
     bound_views,
     make_resident,
-    typed,
     write_all,
     write_plan,
 )
@@ -237,30 +235,30 @@ class Workspace:
             write_plan(self._host(tenant), tenant.layout.plan - plan_bytes, loaded.plan, plan_at)
             if tenant.header:
                 start = tenant.layout.plan
-                kernel.pack_header(loaded, self._host(tenant)[1][start : start + tenant.header])
+                kernel.pack_header(loaded, self._host(tenant)[start : start + tenant.header])
             if index_bytes:
                 write_all(self._host(home), home.layout.base, arrays, index_at)
             return
         staged = self._staging.take(head + index_bytes)
         write_plan(staged, 0, loaded.plan, plan_at)
         if tenant.header:
-            kernel.pack_header(loaded, staged[1][plan_bytes : plan_bytes + tenant.header])
+            kernel.pack_header(loaded, staged[plan_bytes : plan_bytes + tenant.header])
         if index_bytes:
             write_all(staged, head, arrays, index_at)
         start = tenant.cell.address + tenant.layout.plan - plan_bytes
         if place == tenant.number or not index_bytes:
-            tenant.event = self.ops.send(start, staged[1], head + index_bytes, stream)
+            tenant.event = self.ops.send(start, staged, head + index_bytes, stream)
         else:
             target = home.cell.address + home.layout.base
-            self.ops.copy(start, staged[1], head, stream)
-            tenant.event = self.ops.send(target, staged[1][head:], index_bytes, stream)
+            self.ops.copy(start, staged, head, stream)
+            tenant.event = self.ops.send(target, staged[head:], index_bytes, stream)
         self._staging.sent(tenant.event)
 
-    def _host(self, tenant: Tenant) -> Typed:
+    def _host(self, tenant: Tenant) -> Any:
         """The bytes of a cell, where the host writes them itself."""
         cell = tenant.cell
         if cell.host is None:
-            cell.host = typed(self.ops.host(cell.address, cell.nbytes, cell.owner))
+            cell.host = self.ops.host(cell.address, cell.nbytes, cell.owner)
         return cell.host
 
     def _loaded(

@@ -63,6 +63,35 @@ struct Scan {
 ATTNRT_SCAN(scan32, std::int32_t)
 ATTNRT_SCAN(scan64, std::int64_t)
 
+// stage(target, base, arrays, places): copies the bytes of contiguous arrays (None: nothing) to target[base + place]
+PyObject* py_stage(PyObject*, PyObject* args) {
+  PyObject *target, *arrays, *places;
+  Py_ssize_t base;
+  if (!PyArg_ParseTuple(args, "OnO!O!:stage", &target, &base, &PyTuple_Type, &arrays, &PyTuple_Type, &places)) return nullptr;
+  const Py_ssize_t n = PyTuple_Size(arrays);
+  Py_buffer to;
+  if (PyObject_GetBuffer(target, &to, PyBUF_WRITABLE) < 0) return nullptr;
+  bool good = n == PyTuple_Size(places);
+  if (!good) PyErr_SetString(PyExc_ValueError, "stage takes a place for each array");
+  for (Py_ssize_t i = 0; good && i < n; ++i) {
+    PyObject* array = PyTuple_GetItem(arrays, i);
+    if (array == Py_None) continue;
+    const Py_ssize_t at = PyLong_AsSsize_t(PyTuple_GetItem(places, i));
+    Py_buffer from;
+    good = !(at == -1 && PyErr_Occurred()) && PyObject_GetBuffer(array, &from, PyBUF_C_CONTIGUOUS) == 0;
+    if (!good) break;
+    good = base >= 0 && at >= 0 && base + at + from.len <= to.len;
+    if (good)
+      std::memcpy(static_cast<char*>(to.buf) + base + at, from.buf, static_cast<std::size_t>(from.len));
+    else
+      PyErr_SetString(PyExc_ValueError, "stage would write outside its target");
+    PyBuffer_Release(&from);
+  }
+  PyBuffer_Release(&to);
+  if (!good) return nullptr;
+  Py_RETURN_NONE;
+}
+
 // widest(array, low, high) -> the largest array[:, high] - array[:, low] of a compact int32 [n, width] array, 0 if it is empty
 PyObject* py_widest(PyObject*, PyObject* args) {
   PyObject* x;

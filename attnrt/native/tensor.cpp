@@ -145,12 +145,13 @@ PyMethodDef methods[] = {
     {"export_capsule", py_export_capsule, METH_VARARGS, nullptr},
     {"allocate", py_allocate, METH_VARARGS, nullptr},
     {"current_stream", py_current_stream, METH_VARARGS, nullptr},
+    {"stage", py_stage, METH_VARARGS, nullptr},
     {"widest", py_widest, METH_VARARGS, nullptr},
     {"scan", py_scan, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
-constexpr int kRevision = 4;  // raise it with every change of what Python calls, together with attnrt/reading.py
+constexpr int kRevision = 5;  // raise it with every change of what Python calls, together with attnrt/reading.py
 
 PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT, "attnrt._tensor_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -407,3 +407,46 @@ def test_specs_must_be_specs(backend, specs):
             make(specs)
     with pytest.raises(at.DtypeError, match="specs must hold AttentionSpec values only; got str"):
         at.Workspace([spec_of(), "x"], backend=backend)
+
+
+def test_stage_writes_inside_its_target_alone():
+    """What brings a plan to staging: contiguous arrays to their places, nothing outside, nothing of a strided one."""
+    from attnrt.tensor import native
+
+    rng = np.random.default_rng()
+    target, base = np.full(256, 7, np.uint8), 16
+    arrays = (
+        rng.integers(0, 99, 5, np.int32),
+        None,
+        rng.integers(0, 99, (3, 4)),
+        rng.integers(0, 9, 6, np.uint8),
+    )
+    places = (0, 0, 24, 128)
+    expected = target.copy()
+    for array, place in zip(arrays, places, strict=True):
+        if array is not None:
+            expected[base + place : base + place + array.nbytes] = array.reshape(-1).view(np.uint8)
+    native.stage(target, base, arrays, places)
+    np.testing.assert_array_equal(target, expected)
+    wide = np.zeros((4, 8), np.int32)
+    for bad, error in (
+        ((target, 0, (arrays[0],), (240,)), ValueError),
+        ((target, -8, (arrays[0],), (0,)), ValueError),
+        ((target, 0, (arrays[0],), (-4,)), ValueError),
+        ((target, 0, (arrays[0],), (0, 4)), ValueError),
+        ((target, 0, (wide[:, :3],), (0,)), (ValueError, BufferError)),
+    ):
+        with pytest.raises(error):
+            native.stage(*bad)
+    np.testing.assert_array_equal(target, expected)
+
+
+def test_widest():
+    from attnrt.tensor import native
+
+    rows = np.random.default_rng().integers(0, 1000, (50, 14), np.int32)
+    assert native.widest(rows, 2, 3) == max(0, int((rows[:, 3] - rows[:, 2]).max()))
+    assert native.widest(rows[:0], 2, 3) == 0
+    for bad in ((rows, 2, 14), (rows, -1, 3), (rows.astype(np.int64), 2, 3), (rows[0], 0, 1)):
+        with pytest.raises(ValueError, match="widest"):
+            native.widest(*bad)
