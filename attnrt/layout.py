@@ -56,6 +56,7 @@ PLAN_FIELDS: dict[str, int] = {
     "merge_slots": 1,
     "merge_leaves": 1,
     "work": len(WORK_FIELDS),
+    "counters": 1,
 }
 
 #: Partial slots beyond what parts need, per worker, when the limits name no number: room for cutting long rows.
@@ -276,23 +277,24 @@ def byte_sizes(arrays: Sequence[np.ndarray | None]) -> list[int]:
     return [0 if array is None else array.nbytes for array in arrays]
 
 
-def plan_sizes(workers: int, merges: int, entries: int, items: int) -> list[int]:
+def plan_sizes(workers: int, merges: int, entries: int, items: int, counters: int) -> list[int]:
     """Bytes of every slot of the plan area, in the order of PLAN_FIELDS."""
-    counts = (workers + 1, merges, entries, entries, items)
+    counts = (workers + 1, merges, entries, entries, items, counters)
     return [4 * width * count for width, count in zip(PLAN_FIELDS.values(), counts, strict=True)]
 
 
 _PAD, _ROW, _ITEM = ALIGN - 1, 4 * len(MERGE_FIELDS), 4 * len(WORK_FIELDS)
 
 
-def plan_offsets(plan: Plan) -> tuple[tuple[int, ...], int]:
-    """``offsets(plan_sizes(...))`` of a plan, written out: it is on the way of every load."""
+def plan_offsets(plan: Plan, counters: int = 0) -> tuple[tuple[int, ...], int]:
+    """``offsets(plan_sizes(...))`` of a plan and what the kernels count in, written out: it is on the way of every load."""
     work, merge = plan.work, plan.merge
     entries = 4 * len(merge.slots) + _PAD & ~_PAD
     rows = 4 * len(work.worker_indptr) + _PAD & ~_PAD
     slots = rows + (_ROW * len(merge.rows) + _PAD & ~_PAD)
     leaves, items = slots + entries, slots + 2 * entries
-    return (0, rows, slots, leaves, items), items + (_ITEM * len(work.items) + _PAD & ~_PAD)
+    counts = items + (_ITEM * len(work.items) + _PAD & ~_PAD)
+    return (0, rows, slots, leaves, items, counts), counts + (4 * counters + _PAD & ~_PAD)
 
 
 def scratch_sizes(spec: AttentionSpec, slots: int, itemsize: int) -> tuple[int, int]:
@@ -316,7 +318,9 @@ def layout_at_limits(
     parts = plan_parts(limits.max_parts)
     for number in range(parts):
         index += limit_part_sizes(limits, spec.num_kv_heads, number == 0)
-    plan = plan_sizes(limits.narrow(traits).all_workers, rows, entries, rows * parts + entries)
+    counters = limits.max_qo_tokens * spec.num_kv_heads if header else 0
+    workers = limits.narrow(traits).all_workers
+    plan = plan_sizes(workers, rows, entries, rows * parts + entries, counters)
     acc, ml = scratch_sizes(spec, slots, itemsize)
     return CellLayout(
         plan=offsets(plan)[1], header=align(header), index=offsets(index)[1], slots=slots, acc=acc, ml=ml

@@ -219,10 +219,15 @@ class OpenLoaded(Loaded):
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
 
-def write_plan(target: np.ndarray, base: int, plan: Plan, at: tuple[int, ...]) -> None:
-    """Copy a plan's arrays, in the order of layout.PLAN_FIELDS, to byte offsets from ``base``."""
+def write_plan(target: np.ndarray, base: int, loaded: Loaded, at: tuple[int, ...]) -> None:
+    """Copy a plan's arrays, in the order of layout.PLAN_FIELDS, to byte offsets from ``base``, and zeros to count from."""
+    plan, counters = loaded.plan, loaded.counters[1]
     work, merge = plan.work, plan.merge
-    native.stage(target, base, (work.worker_indptr, merge.rows, merge.slots, merge.leaves, work.items), at)
+    native.stage(
+        target, base, (work.worker_indptr, merge.rows, merge.slots, merge.leaves, work.items), at[:5]
+    )
+    if counters:
+        target[base + at[5] : base + at[5] + 4 * counters] = 0
 
 
 def write_all(target: np.ndarray, base: int, arrays: list[Any], at: list[int]) -> None:

@@ -158,7 +158,9 @@ class Workspace:
         """Bring a plan to the device by one copy; before it, the workspace is as it was if anything is wrong."""
         if self.limits is not None:
             self.limits.check(plan, tenant.traits)
-        plan_at, plan_bytes = lay.plan_offsets(plan)
+        counting = getattr(kernel, "counters", None)
+        counters = counting(plan, self.limits) if counting is not None else 0
+        plan_at, plan_bytes = lay.plan_offsets(plan, counters)
         place = self._resident(plan)
         if place == tenant.number and plan_bytes > tenant.layout.plan:
             place = -1  # the cell is about to move, and the index with it
@@ -177,7 +179,7 @@ class Workspace:
             spots = (home.cell.address + home.layout.base, index[1])
             resident = make_resident(plan, index[0], spots, bound, self.device, home.cell.owner)
             self._residents[place] = None
-        loaded = self._loaded(tenant, plan, plan_at, plan_bytes, resident)
+        loaded = self._loaded(tenant, plan, (plan_at, plan_bytes), resident, counters)
         self._send(tenant, place, loaded, kernel, (plan_at, plan_bytes), index, stream)
         self._residents[place], tenant.holds = resident, place
         tenant.loaded, tenant.ordered = loaded, {stream}
@@ -232,7 +234,7 @@ class Workspace:
         arrays, index_at, index_bytes = index
         home = self.tenants[place]
         if self.ops.direct:
-            write_plan(self._host(tenant), tenant.layout.plan - plan_bytes, loaded.plan, plan_at)
+            write_plan(self._host(tenant), tenant.layout.plan - plan_bytes, loaded, plan_at)
             if tenant.header:
                 start = tenant.layout.plan
                 kernel.pack_header(loaded, self._host(tenant)[start : start + tenant.header])
@@ -240,7 +242,7 @@ class Workspace:
                 write_all(self._host(home), home.layout.base, arrays, index_at)
             return
         staged = self._staging.take(head + index_bytes)
-        write_plan(staged, 0, loaded.plan, plan_at)
+        write_plan(staged, 0, loaded, plan_at)
         if tenant.header:
             kernel.pack_header(loaded, staged[plan_bytes : plan_bytes + tenant.header])
         if index_bytes:
@@ -262,9 +264,15 @@ class Workspace:
         return cell.host
 
     def _loaded(
-        self, tenant: Tenant, plan: Plan, plan_at: tuple[int, ...], plan_bytes: int, resident: Resident
+        self,
+        tenant: Tenant,
+        plan: Plan,
+        plan_span: tuple[tuple[int, ...], int],
+        resident: Resident,
+        counters: int,
     ) -> Loaded:
         """The record that backends read, filled in by hand: a load is on every step's way."""
+        plan_at, plan_bytes = plan_span
         start = tenant.cell.address + tenant.layout.plan - plan_bytes
         if tenant.fixed is None:
             tenant.fixed = self._fixed(tenant)
@@ -281,9 +289,11 @@ class Workspace:
             acc.ptr,
             ml.ptr,
         )
-        indptr, rows, slots, leaves, work = plan_at
+        indptr, rows, slots, leaves, work, counts = plan_at
         made.addresses = (start + work, start + indptr, start + rows, start + slots, start + leaves, *rest)
         made.places = (self.device, tenant.cell.owner)
+        made.counters = (start + counts if counters else 0, counters)
+        made.room = (tenant.layout.plan, tenant.layout.index)
         made.__class__ = LoadedAt
         return made  # type: ignore[no-any-return]
 

@@ -78,6 +78,11 @@ class Loaded:
     header : uint8 [header_nbytes] at an address that no load changes, or None; what the kernel's ``pack_header`` wrote.
         The other views of a load may lie elsewhere than those of the load before (the workspace packs each load
         tightly, so that it is one short copy): a captured graph reads addresses and counts in the header.
+    counters : (int, int)
+        Address of int32 numbers, as many as the kernel's ``counters`` asked for: zero after a load, and every run leaves
+        them so.
+    room : (int, int)
+        Bytes of memory before the header's start, where plans lie up to it, and behind its end, where indexes begin.
     """
 
     plan: Plan
@@ -93,6 +98,8 @@ class Loaded:
     partial_acc: TensorView
     partial_ml: TensorView
     header: TensorView | None = None
+    counters: tuple[int, int] = (0, 0)
+    room: tuple[int, int] = (0, 0)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -155,10 +162,13 @@ class AppendCall:
 
 
 class Kernel(Protocol):
-    """Machine code for one (spec, features, device). Optional: ``pack_header`` (see Backend); ``profile(call)``, which runs a
-    call and returns (worker, start_ns, stop_ns) of every item, int64 [items, 3]; ``place(name, array)``, a parameter's
-    host array where kernels can read it; ``prepare(plan, limits)``, which compiles what runs of a plan need (plan None: of any
-    plan within limits; both None: all) where ``compile`` puts that off."""
+    """Machine code for one (spec, features, device).
+
+    Optional: ``pack_header`` (see Backend); ``counters(plan, limits)``, how many ``Loaded.counters`` it wants;
+    ``profile(call)``, which runs a call and returns (worker, start_ns, stop_ns) of every item, int64 [items, 3];
+    ``place(name, array)``, a parameter's host array where kernels can read it; ``prepare(plan, limits)``, which compiles what
+    runs of a plan need (plan None: of any plan within limits; both None: all) where ``compile`` puts that off.
+    """
 
     def attend(self, call: Call) -> None:
         """Run every work item: partial states, or finished rows of out and lse."""

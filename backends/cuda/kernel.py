@@ -24,7 +24,13 @@ from attnrt.backends.cuda.render import (
     THREADS,
     maps_offset,
 )
-from attnrt.backends.cuda.select import limits_decode, limits_team, plan_decodes, plan_folds
+from attnrt.backends.cuda.select import (
+    limits_decode,
+    limits_team,
+    merge_counters,
+    plan_decodes,
+    plan_folds,
+)
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
 from attnrt.errors import CaptureError
@@ -140,7 +146,9 @@ class Repeat:
     def reload(self, loaded: Loaded) -> None:
         """The same form of arrays under another loaded plan."""
         self._loaded = loaded
-        driver.shim()[0].cast("uint64_t *", self._args)[0] = loaded.header.ptr  # type: ignore[union-attr]
+        header, before, behind = pack.plan_place(loaded)
+        words = driver.shim()[0].cast("uint64_t *", self._args)
+        words[0], words[1] = header, before | behind << 32
         if self._maps is not None and (self._any_team or pack.has_team_items(loaded.plan)):
             self._new_maps(boxes.box_of(loaded.plan, self._call, self._kernel.spec))
         self._choose()
@@ -226,7 +234,7 @@ class CudaKernel:
             if team:
                 plain, folding = _BY_KEY if self._by_key(plan, box) else _BY_BOXES
                 names.append(folding if plan_folds(plan) else plain)
-            if len(plan.merge):
+            if len(plan.merge) and names != [DECODE]:  # that one merges itself
                 names.append(MERGE)
             self._needs = (known, tuple(names))
         return self._needs[1]
@@ -237,9 +245,13 @@ class CudaKernel:
             return self.programs.names
         first = DECODE if limits_decode(self.spec, limits) else ATTEND
         if not self.maps_at or not limits_team(self.spec, limits):
-            return (first, MERGE)
+            return (DECODE,) if first == DECODE else (first, MERGE)
         by_boxes = () if box == boxes.NO_BOXES else (HOPPER_BOXES_FOLD,)
         return (first, *by_boxes, HOPPER_GATHER_FOLD, MERGE)
+
+    def counters(self, plan: Plan, limits: Limits | None) -> int:
+        """How many counters the decode kernel wants for the rows that it merges itself: where it runs alone."""
+        return merge_counters(plan) if self.needs(plan, limits) == (DECODE,) else 0
 
     def prepare(self, plan: Plan | None, limits: Limits | None) -> None:
         """Compile what a plan (None: any plan within the limits) needs, so that its runs do not."""
@@ -265,7 +277,8 @@ class CudaKernel:
             mine = (name in _BY_KEY) == self._by_key(plan, box)
             return workers, workers if mine and pack.has_team_items(plan) else 0
         workers = plan.traits.num_workers
-        return workers, workers if len(plan.work) and not _all_team(plan) else 0
+        work = len(plan.work) and not _all_team(plan)
+        return workers, workers if work or (name == DECODE and len(plan.merge)) else 0
 
     def pack_header(self, loaded: Loaded, target: np.ndarray) -> None:
         """Write what the kernels read of a plan (pack.HEADER)."""

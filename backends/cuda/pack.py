@@ -34,6 +34,7 @@ __all__ = [
     "pack_rulers",
     "paged",
     "paged_bytes",
+    "plan_place",
     "run_offsets",
 ]
 
@@ -87,16 +88,20 @@ HEADER_POINTERS = (
     "bound_kv_lens",
     "partial_acc",
     "partial_ml",
+    "counters",
 )
 HEADER = np.dtype(
     [(name, "<u8") for name in HEADER_POINTERS]
     + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers")]
     + [(name, "<i4") for name in ("box_log2", "page_box_log2", "solid")]
+    + [("num_items", "<i4"), ("pad", "<i4")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
 LAUNCH_RUN = np.dtype(
     [
         ("plan", "<u8"),
+        ("before", "<u4"),
+        ("behind", "<u4"),
         ("q", "<u8"),
         ("q_stride_row", "<i8"),
         ("q_stride_head", "<i8"),
@@ -130,9 +135,9 @@ def layout_asserts() -> str:
 # The dtypes above say what lies where; packing goes through struct, which is an order of magnitude faster than records.
 _PAGED = struct.Struct("<QqqqqIIIi")
 _PART = struct.Struct(f"<{len(PART_POINTERS)}QIIIiii")
-_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q8i")
+_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q10i")
 _RULER = struct.Struct(f"<{2 * MAX_STEPS + 1}i")
-_RUN = struct.Struct("<QQqqQqqqqIIIiQqqqqIIIiQqqQqqfi")
+_RUN = struct.Struct("<QIIQqqQqqqqIIIiQqqqqIIIiQqqQqqfi")
 assert (_PAGED.size, _PART.size, _RULER.size, _RUN.size) == tuple(
     dtype.itemsize for dtype in (PAGED_KV, PART, RULER, LAUNCH_RUN)
 )
@@ -201,9 +206,11 @@ def fill_header(
         plan.tree == "pairwise",
         0 if team is None else team.num_workers,
         *((*boxes.of_plan(plan), boxes.is_solid(plan)) if works else (-1, -1, 0)),
+        len(plan.work),
+        0,
     )
     buffer = target.data
-    _COUNTS.pack_into(buffer, 0, *loaded.addresses, *counts)
+    _COUNTS.pack_into(buffer, 0, *loaded.addresses, loaded.counters[0], *counts)
     if rulers is None:
         rulers = pack_rulers(plan.traits.classes)
     buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
@@ -239,11 +246,17 @@ def paged_bytes(view: PagedView, itemsize: int) -> bytes:
     return _PAGED.pack(*paged(view, itemsize))
 
 
+def plan_place(loaded: Loaded) -> tuple[int, int, int]:
+    """Address of a plan's header, bytes that belong to it before and behind."""
+    before, behind = (min(n, (1 << 32) - 1) for n in loaded.room)
+    return loaded.header.ptr, before, behind  # type: ignore[union-attr]
+
+
 def fill_run(call: Call, itemsize: int) -> bytes:
     """RunParams of a call; ``itemsize`` is that of the cache's elements."""
     lse = (0, 0, 0) if call.lse is None else (call.lse.ptr, *call.lse.strides)
     return _RUN.pack(
-        call.loaded.header.ptr,  # type: ignore[union-attr]
+        *plan_place(call.loaded),
         call.q.ptr,
         *call.q.strides[:2],
         *paged(call.k, itemsize),

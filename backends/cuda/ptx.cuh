@@ -167,37 +167,67 @@ ATTNRT_DEV void bar_arrive(u32 id, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// ---------------------------------------------------------------- mbarrier (sm_90)
+// Reads past the first-level cache: what another CTA of the same kernel has written.
+ATTNRT_DEV float load_l2(const float* p) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
+  return x;
+}
+ATTNRT_DEV float2 load_l2(const float2* p) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(p) : "memory");
+  return x;
+}
+ATTNRT_DEV float4 load_l2(const float4* p) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(p)
+               : "memory");
+  return x;
+}
+
+// Adds to a counter of the device; release before, acquire after, for the whole device.
+ATTNRT_DEV u32 count_up(u32* counter, u32 by) {
+  u32 old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(by) : "memory");
+  return old;
+}
+
+// Hint: the line of this address is wanted in L2.
+ATTNRT_DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// ---------------------------------------------------------------- mbarrier (sm_80)
 
 // Initialises an 8-byte barrier that completes after `count` arrivals (and all expected bytes).
 ATTNRT_DEV void mbar_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 
-// Makes mbarrier.init visible to the asynchronous proxy (and to the cluster).
-ATTNRT_DEV void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
 // One arrival (release at CTA scope).
-ATTNRT_DEV void mbar_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
-
-// One arrival that also adds `bytes` to what the current phase waits for.
-ATTNRT_DEV void mbar_arrive_expect_tx(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+ATTNRT_DEV void mbar_arrive(u32 bar) {
+  asm volatile("{.reg .b64 S; mbarrier.arrive.shared.b64 S, [%0];}" ::"r"(bar) : "memory");
 }
 
 // This thread's earlier cp.async arrive on the barrier when done; the arrival is part of the count given to mbar_init.
 ATTNRT_DEV void cp_async_mbar_arrive_noinc(u32 bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-// True once the phase of the given parity has completed; may suspend the thread for a while.
+// True once the phase of the given parity has completed; may suspend the thread for a while (sm_90).
 ATTNRT_DEV bool mbar_try_wait(u32 bar, u32 parity) {
   u32 ok;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("{.reg .pred P; mbarrier.try_wait.parity.shared::cta.b64 P, [%1], %2; selp.b32 %0, 1, 0, P;}"
                : "=r"(ok)
                : "r"(bar), "r"(parity)
                : "memory");
+#else
+  asm volatile("{.reg .pred P; mbarrier.test_wait.parity.shared.b64 P, [%1], %2; selp.b32 %0, 1, 0, P;}"
+               : "=r"(ok)
+               : "r"(bar), "r"(parity)
+               : "memory");
+#endif
   return ok != 0;
 }
 
@@ -205,6 +235,15 @@ ATTNRT_DEV bool mbar_try_wait(u32 bar, u32 parity) {
 ATTNRT_DEV void mbar_wait(u32 bar, u32 parity) {
   while (!mbar_try_wait(bar, parity)) {
   }
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// Makes mbarrier.init visible to the asynchronous proxy (and to the cluster).
+ATTNRT_DEV void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// One arrival that also adds `bytes` to what the current phase waits for.
+ATTNRT_DEV void mbar_arrive_expect_tx(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 
 // ---------------------------------------------------------------- TMA and bulk copies (sm_90)

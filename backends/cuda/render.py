@@ -65,6 +65,8 @@ SMEM_BYTES = {
     **dict.fromkeys(HOPPER, _HOPPER_BYTES),
 }
 THREADS = 128
+#: The decode kernel has a warp more, which loads.
+DECODE_THREADS = THREADS + 32
 #: CTAs of the merge kernel per multiprocessor: fixed, for a captured graph; four warps each take (row, head) pairs in turn.
 MERGE_CTAS = 4
 #: sizeof(ParamRef).
@@ -134,7 +136,7 @@ extern "C" __device__ const int {SMEM} = {SMEM_BYTES[ATTEND]};
 extern "C" __global__ void __launch_bounds__({THREADS}, {config.ctas_per_sm})
 {ATTEND}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(128) char smem[];
-  attnrt::prefetch_plan(launch.run.plan);
+  attnrt::prefetch_plan(launch.run);
   attnrt::wait_for_predecessors();
   attnrt::release_dependents();
   attnrt::Attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem).run();
@@ -149,13 +151,22 @@ typedef DecodeLayout<Config, Variant> DecodeShape;
 }}
 extern "C" __device__ const int {DECODE_SMEM} = {SMEM_BYTES[DECODE]};
 
-extern "C" __global__ void __launch_bounds__({THREADS}, {DECODE_CTAS})
+#if __CUDA_ARCH__ >= 900
+#define ATTNRT_DECODE_CTAS {DECODE_CTAS}
+#else
+#define ATTNRT_DECODE_CTAS 2  // shared memory holds no more
+#endif
+extern "C" __global__ void __launch_bounds__({DECODE_THREADS}, ATTNRT_DECODE_CTAS)
 {DECODE}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char ring[];
-  attnrt::prefetch_plan(launch.run.plan);
+  ATTNRT_MARK(0);
+  attnrt::prefetch_plan(launch.run);
+  attnrt::Decode<attnrt::Config, attnrt::Variant> decode(launch.run, launch.params, ring);
+  decode.prepare();
   attnrt::wait_for_predecessors();
   attnrt::release_dependents();
-  attnrt::Decode<attnrt::Config, attnrt::Variant>(launch.run, launch.params, ring).run();
+  ATTNRT_MARK(1);
+  decode.run();
 }}
 """
 
@@ -164,8 +175,10 @@ def _merge_text(config: TileConfig) -> str:
     return f"""
 extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
 {MERGE}(const __grid_constant__ attnrt::Launch launch) {{
-  attnrt::prefetch_plan(launch.run.plan);
+  attnrt::prefetch_plan(launch.run);
+  ATTNRT_MARK(24);
   attnrt::wait_for_predecessors();
+  ATTNRT_MARK(25);
   attnrt::Merge<attnrt::Config, attnrt::Variant>(launch.run, launch.params).run();
 }}
 """
@@ -181,7 +194,7 @@ extern "C" __device__ const int {HOPPER_SMEM} = {_HOPPER_BYTES};
 extern "C" __global__ void __launch_bounds__(attnrt::HopperLayout<attnrt::Config, attnrt::Variant>::kThreads, 1)
 {name}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char smem[];
-  attnrt::prefetch_plan(launch.run.plan);
+  attnrt::prefetch_plan(launch.run);
   attnrt::wait_for_predecessors();
   attnrt::release_dependents();
   if (attnrt::reads_boxes(launch.run, launch.maps) != {"true" if boxes else "false"}) return;
@@ -211,6 +224,8 @@ def entry_names(spec: AttentionSpec, hopper: bool = False) -> tuple[str, ...]:
 
 def threads_of(spec: AttentionSpec, name: str) -> int:
     """Threads of a CTA of a kernel."""
+    if name == DECODE:
+        return DECODE_THREADS
     config = hopper_config(spec) if name in HOPPER else None
     return THREADS if config is None else config.threads
 

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 _Q_BEGIN, _Q_END = (WORK_FIELDS.index(name) for name in ("q_begin", "q_end"))
 
-__all__ = ["decode_queries", "limits_decode", "limits_team", "plan_decodes", "plan_folds"]
+__all__ = [
+    "decode_queries",
+    "limits_decode",
+    "limits_team",
+    "merge_counters",
+    "plan_decodes",
+    "plan_folds",
+]
 
 
 def decode_queries(spec: AttentionSpec) -> int:
@@ -70,3 +77,10 @@ def limits_team(spec: AttentionSpec, limits: Limits) -> bool:
         limits.max_qo_tokens if limits.max_qo_len is None else min(limits.max_qo_tokens, limits.max_qo_len)
     )
     return longest * spec.group > DECODE_ROWS
+
+
+def merge_counters(plan: Plan) -> int:
+    """Counters that the decode kernel needs to know which of a row's states is the last one: one for each merge row and KV
+    head of its range (all of them, or one where every head has a list of its own)."""
+    heads = 1 if any(part.heads > 1 for part in plan.parts) else plan.spec.num_kv_heads
+    return len(plan.merge) * heads

@@ -88,7 +88,7 @@ static inline unsigned emu_mul_half2(unsigned a, unsigned b) {
 // ---------------------------------------------------------------- fibers
 
 namespace emu {
-constexpr int kThreads = 128, kStack = 256 << 10;
+constexpr int kThreads = 256, kStack = 256 << 10;
 alignas(1024) static char shared[256 << 10];
 
 struct Copy {
@@ -102,6 +102,7 @@ struct Fiber {
   std::vector<std::vector<Copy>> groups;  // open one last
 };
 static Fiber fibers[kThreads];
+static int threads;  // of a CTA, a multiple of 32
 static std::vector<char> stacks;
 static void* home;
 static int current;
@@ -110,6 +111,44 @@ static uint64_t events;  // collectives that came to an end: progress
 static void (*entry)(const void*);
 static const void* argument;
 static uint64_t seed = 1;
+
+// A barrier in shared memory (mbarrier), and copies that arrive on one when they land.
+struct Barrier {
+  uint16_t count, pending;
+  uint32_t phase;
+};
+struct Landing {
+  std::vector<Copy> copies;
+  Barrier* barrier;
+};
+static std::vector<Landing> landings;
+static void arrive(Barrier* barrier) {
+  if (--barrier->pending == 0) {
+    barrier->pending = barrier->count;
+    ++barrier->phase;
+  }
+  ++events;
+}
+static void land(const std::vector<Copy>& copies) {
+  for (const Copy& copy : copies) {
+    std::memset(copy.dst, 0, 16);
+    std::memcpy(copy.dst, copy.src, copy.bytes);
+  }
+}
+// Some of the copies on their way, or all.
+static void land_some(bool all) {
+  std::vector<Landing> left;
+  for (Landing& landing : landings) {
+    seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+    if (!all && seed >> 61) {
+      left.push_back(std::move(landing));
+    } else {
+      land(landing.copies);
+      arrive(landing.barrier);
+    }
+  }
+  landings.swap(left);
+}
 
 extern "C" void emu_switch(void** save, void* to);
 asm(R"(
@@ -145,7 +184,8 @@ static void body() {
 
 static bool run_cta() {
   stacks.resize(static_cast<size_t>(kThreads) * kStack);
-  for (int i = 0; i < kThreads; ++i) {
+  landings.clear();
+  for (int i = 0; i < threads; ++i) {
     void** sp =
         reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stacks.data()) + (i + 1ull) * kStack) & ~uintptr_t(15));
     *--sp = nullptr;
@@ -162,26 +202,27 @@ static bool run_cta() {
     const int first = static_cast<int>(seed >> 40), step = static_cast<int>(seed >> 20 | 1);
     for (int k = 0; k < kThreads; ++k) {
       const int i = (first + k * step) & (kThreads - 1);
-      if (fibers[i].over) continue;
+      if (i >= threads || fibers[i].over) continue;
       any = true;
       current = i;
       threadIdx.x = static_cast<unsigned>(i);
       emu_switch(&home, fibers[i].sp);
     }
     if (!any) return true;
-    if (events == before) return false;  // all wait: lanes disagree about a collective
+    const bool stuck = events == before;
+    if (stuck && landings.empty()) return false;  // all wait: lanes disagree about a collective
+    land_some(stuck);
   }
 }
 
 // One meeting point of `members` threads: the last to arrive does `act`.
-template <int kMembers>
 struct Meeting {
   int arrived = 0;
   uint64_t generation = 0;
   template <class F>
-  void join(F act) {
+  void join(int members, F act) {
     const uint64_t mine = generation;
-    if (++arrived == kMembers) {
+    if (++arrived == members) {
       arrived = 0;
       act();
       ++generation;
@@ -191,7 +232,7 @@ struct Meeting {
     }
   }
 };
-static Meeting<kThreads> cta;
+static Meeting cta, named[16];
 
 // Operands and results of a warp's operation; two sets, since a lane may reach the next operation before the others
 // have read.
@@ -200,7 +241,7 @@ struct Lane {
   uint64_t out[4];
 };
 struct Warp {
-  Meeting<32> meeting;
+  Meeting meeting;
   Lane lanes[2][32];
 };
 static Warp warps[kThreads / 32];
@@ -211,15 +252,16 @@ static inline void collective(const uint64_t (&in)[kIn], uint64_t (&out)[kOut], 
   Lane* lanes = warp.lanes[warp.meeting.generation & 1];
   const int lane = current % 32;
   for (int i = 0; i < kIn; ++i) lanes[lane].in[i] = in[i];
-  warp.meeting.join([&] { act(lanes); });
+  warp.meeting.join(32, [&] { act(lanes); });
   for (int i = 0; i < kOut; ++i) out[i] = lanes[lane].out[i];
 }
-static bool launch(void (*kernel)(const void*), unsigned grid, const void* args, bool early) {
+static bool launch(void (*kernel)(const void*), unsigned grid, const void* args, bool early, int block = 128) {
   entry = kernel;
   argument = args;
   eager = early;
   gridDim.x = grid;
-  blockDim.x = kThreads;
+  threads = block;
+  blockDim.x = static_cast<unsigned>(block);
   for (unsigned b = 0; b < grid; ++b) {
     blockIdx.x = b;
     std::memset(shared, 0xff, sizeof shared);  // NaN
@@ -230,7 +272,7 @@ static bool launch(void (*kernel)(const void*), unsigned grid, const void* args,
 }  // namespace emu
 
 static inline void __syncthreads() {
-  emu::cta.join([] {});
+  emu::cta.join(emu::threads, [] {});
 }
 static inline void __syncwarp() {
   uint64_t none[1] = {0}, out[1];
@@ -311,13 +353,37 @@ template <int N>
 ATTNRT_DEV void cp_async_wait() {
   auto& groups = emu::fibers[emu::current].groups;
   while (static_cast<int>(groups.size()) - 1 > N) {
-    for (const emu::Copy& copy : groups.front()) {
-      std::memset(copy.dst, 0, 16);
-      std::memcpy(copy.dst, copy.src, copy.bytes);
-    }
+    emu::land(groups.front());
     groups.erase(groups.begin());
   }
 }
+ATTNRT_DEV void prefetch_l2(const void*) {}
+template <class T>
+ATTNRT_DEV T load_l2(const T* p) {
+  return *p;
+}
+ATTNRT_DEV u32 count_up(u32* counter, u32 by) {
+  const u32 old = *counter;
+  *counter = old + by;
+  return old;
+}
+ATTNRT_DEV emu::Barrier* barrier_at(u32 bar) { return reinterpret_cast<emu::Barrier*>(emu::shared + bar); }
+ATTNRT_DEV void mbar_init(u32 bar, u32 count) {
+  *barrier_at(bar) = {static_cast<uint16_t>(count), static_cast<uint16_t>(count), 0};
+}
+ATTNRT_DEV void mbar_arrive(u32 bar) { emu::arrive(barrier_at(bar)); }
+ATTNRT_DEV void cp_async_mbar_arrive_noinc(u32 bar) {
+  emu::Landing landing = {{}, barrier_at(bar)};
+  auto& groups = emu::fibers[emu::current].groups;
+  for (auto& group : groups) landing.copies.insert(landing.copies.end(), group.begin(), group.end());
+  groups.assign(1, {});
+  emu::landings.push_back(landing);
+  if (emu::eager) emu::land_some(true);
+}
+ATTNRT_DEV void mbar_wait(u32 bar, u32 parity) {
+  while ((barrier_at(bar)->phase & 1) == parity) emu::yield();
+}
+ATTNRT_DEV void bar_sync(u32 id, u32 threads) { emu::named[id].join(static_cast<int>(threads), [] {}); }
 template <int kMatrices, bool kTrans>
 ATTNRT_DEV void ldmatrix(u32 (&r)[kMatrices], u32 addr) {
   uint64_t in[1] = {addr}, out[4];

@@ -45,7 +45,8 @@ def emulated_text(spec: Any) -> str:
         )
     entries = "\n".join(
         f'extern "C" int emulate_{name}(unsigned grid, const void* args, int early) {{\n'
-        f"  return emu::launch([](const void* a) {{ {name}(*static_cast<const attnrt::Launch*>(a)); }}, grid, args, early);\n}}"
+        f"  return emu::launch([](const void* a) {{ {name}(*static_cast<const attnrt::Launch*>(a)); }}, grid, args, early, "
+        f"{render.threads_of(spec, name)});\n}}"
         for name in render.entry_names(spec)
     )
     return f"{(HERE / 'emulated_cuda.h').read_text().replace('#pragma once', '')}\n{text}\n{entries}\n"
@@ -85,13 +86,27 @@ class EmulatedKernel:
         done = getattr(self.lib, f"emulate_{name}")(grid, ctypes.byref(buffer), int(self.backend.early))
         assert done, f"{name}: the threads of a CTA wait for each other in vain"
 
+    def _decodes(self, plan: Any) -> bool:
+        return select.plan_decodes(plan) if self.backend.decode is None else self.backend.decode
+
+    def counters(self, plan: Any, limits: Any) -> int:
+        return select.merge_counters(plan) if self._merges(plan) else 0
+
+    def _merges(self, plan: Any) -> bool:
+        """Whether attend merges: where the decode kernel runs alone."""
+        return self._decodes(plan) and not pack.has_team_items(plan)
+
     def attend(self, call: Any) -> None:
         plan = call.loaded.plan
-        decodes = select.plan_decodes(plan) if self.backend.decode is None else self.backend.decode
-        self._launch(render.DECODE if decodes else render.ATTEND, plan.traits.num_workers, call)
+        self._launch(render.DECODE if self._decodes(plan) else render.ATTEND, plan.traits.num_workers, call)
+        address, count = call.loaded.counters
+        assert not any(ctypes.string_at(address, 4 * count)), "a counter is left"
 
     def merge(self, call: Any) -> None:
-        self._launch(render.MERGE, 2, call)
+        if not self._merges(call.loaded.plan):
+            self._launch(render.MERGE, 2, call)
+        elif not call.loaded.work.shape[0]:  # then attend was not called
+            self.attend(call)
 
 
 class EmulatedCuda:

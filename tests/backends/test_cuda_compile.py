@@ -80,8 +80,11 @@ def test_registers_and_spills(name, arch):
     assert found[ATTEND].registers * THREADS * tile_config(s).ctas_per_sm <= REGISTERS
     assert found[MERGE].registers <= 128
     if DECODE in found:
-        assert found[DECODE].stack == 0
-        assert found[DECODE].registers * THREADS * DECODE_CTAS <= REGISTERS
+        assert found[DECODE].stack <= 640  # of the pairwise fold, nothing in a loop over tiles
+        assert (
+            found[DECODE].registers * threads_of(s, DECODE) * (2 if arch == "sm_80" else DECODE_CTAS)
+            <= REGISTERS
+        )
     assert not nvrtc.warnings_of(logs), logs
 
 

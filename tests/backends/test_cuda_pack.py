@@ -84,12 +84,13 @@ def test_what_struct_packs_is_what_the_dtypes_say():
     assert pack.aligned(view, 2) and not pack.aligned(
         SimpleNamespace(stride_page=0, stride_token=12, stride_head=8), 2
     )
-    loaded = SimpleNamespace(header=SimpleNamespace(ptr=11))
+    loaded = SimpleNamespace(header=SimpleNamespace(ptr=11), room=(12, 1 << 40))
     row = SimpleNamespace(ptr=22, strides=(33, 44, 1), shape=(5, 6, 7))
     lse = SimpleNamespace(ptr=55, strides=(66, 77))
     call = SimpleNamespace(loaded=loaded, q=row, k=view, v=view, out=row, lse=lse, sm_scale=0.5)
     run = np.frombuffer(pack.fill_run(call, 2), pack.LAUNCH_RUN)[0]
     want = {
+        **{"before": 12, "behind": (1 << 32) - 1},
         **{"plan": 11, "q": 22, "q_stride_row": 33, "q_stride_head": 44, "out": 22, "out_stride_row": 33},
         **{"lse": 55, "lse_stride_row": 66, "lse_stride_head": 77, "sm_scale": 0.5, "num_qo_heads": 6},
     }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decode kernel: few query rows against many keys, bound by the reading of K and V. Operands are swapped: S^T = K
 // Q^T and O^T = V^T P^T, keys (then columns of the output) on M, 8 or 16 query rows on N, so that nothing is multiplied
-// in vain; four CTAs of four warps share an SM and keep their whole ring of stages in flight (docs/performance.md, E2).
+// in vain; four CTAs share an SM and keep their whole ring of stages in flight (docs/performance.md, E2). Four warps of a
+// CTA compute, a fifth one loads (decode_loader.cuh); barriers in shared memory hand the stages to and fro.
 //
 // A row has the bits that the tile kernel (attend.cuh) gives it: tiles of 64 keys, k-steps of 16 in the same order (an
 // element of mma.sync depends on its two vectors alone, whatever the roles: E1), the same exponentials, and sums of
@@ -16,7 +17,6 @@
 #include "attnrt_variant.h"
 #include "decode_loader.cuh"
 #include "finish.cuh"
-#include "rows.cuh"
 
 namespace attnrt {
 
@@ -37,6 +37,7 @@ template <class Config, class Variant>
 class Decode {
   using L = DecodeLayout<Config, Variant>;
   using M = DecodeMeta<L, Variant>;
+  using Rows = DecodeRows<L, Variant>;
   using Loader = DecodeLoader<Config, Variant>;
   static constexpr int kN = L::kBlocks;
   static constexpr int kCT = L::kColTiles;
@@ -53,89 +54,29 @@ class Decode {
     t_ = lane_ % 4;
   }
 
-  // One loop over the stages of the ring, so that the loader's code is there once: fill what is free, then use the K or
-  // the V that has arrived. K of a tile: scores, softmax, P. V: the product, and at the end of a leaf the fold.
-  __device__ __forceinline__ void run() {
-    const PlanHeader& plan = *p_.plan;
-    const WorkItem* const work = plan.work;
-    const int* const workers = plan.worker_indptr;
-    if (blockIdx.x >= plan.num_workers) return;
-    int next = workers[blockIdx.x];
-    const int end = workers[blockIdx.x + 1];
-    Loader loader(p_, smem_, meta_, next, end);
-    int due = Loader::kFirstCalls;
-    int head = 0, leaf = 0;
-    bool fresh = true, first = true, values = false;
-    unsigned q[kKeepQ ? kSteps : 1][2];
-    State state, total;
-    stage_ = table_ = first_ = 0;
-#pragma unroll 1
-    while (next < end) {
-#pragma unroll 1
-      for (; due > 0; --due) loader.issue();
-      const WorkItem& item = work[next];
-      if (fresh) {
-        head = max(head, item.head_begin);
-        open_rows<Config, Variant>(p_, params_, item, plan.parts[item.part], head, first_, meta_);
-        load_q(head);
-        __syncthreads();
-        if constexpr (kKeepQ) {
+  // What needs no memory that the kernel before may still write.
+  __device__ __forceinline__ void prepare() {
+    // The first touch of a pool is a walk of page tables; let it happen beside those of the plan.
+    if (threadIdx.x == 64 && p_.k.num_slots > 0) ptx::prefetch_l2(p_.k.ptr);
+    if (threadIdx.x == 96 && p_.k.num_slots > 0) ptx::prefetch_l2(p_.v.ptr);
+    if (threadIdx.x == L::kThreads) {
 #pragma unroll
-          for (int d = 0; d < kSteps; ++d) query_step(0, d, q[d]);
-        }
-        clear(total);
-        clear(state);
-        leaf = 0;
-        fresh = values = false;
-        if (first && item.kv_begin < item.kv_end) {
-          ptx::cp_async_wait<L::kStages - 1>();
-          __syncthreads();
-          first = false;
-        }
+      for (int i = 0; i < L::kStages; ++i) {
+        ptx::mbar_init(ptx::smem_addr(&meta_.full[i]), Loader::kFullCount);
+        ptx::mbar_init(ptx::smem_addr(&meta_.empty[i]), L::kWarps);
       }
-      bool over = item.kv_begin >= item.kv_end;
-      if (!over && !values) {
-        keys(item, head, q, state);
-        values = true;
-      } else if (!over) {
-        accumulate(state);
-        const int flags = meta_.span[table_][warp_].z;
-        table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
-        values = false;
-        over = flags & kLastOfPass;
-        if (flags & kLastOfLeaf) {
-          close_leaf(state);
-          if (item.fold) {
-            fold(total, state);
-          } else {
-            total = state;
-          }
-          clear(state);
-          if (item.slot >= 0 && (!item.fold || over)) store_state(item, item.fold ? 0 : leaf, total);
-          ++leaf;
-        }
-      }
-      if (over) {
-        if (item.slot < 0) finish(total);
-        fresh = true;
-        first_ += L::kRows;
-        if (first_ >= (item.q_end - item.q_begin) * Config::group) {
-          first_ = 0;
-          if (++head >= item.head_end) {
-            head = 0;
-            ++next;
-          }
-        }
-      }
-      if (item.kv_begin < item.kv_end) {
-        // The stage after the one just used has arrived, and all are done with that one: its slot is free.
-        ptx::cp_async_wait<L::kStages - 2>();
-        due = 1;
-        stage_ = stage_ + 1 == L::kStages ? 0 : stage_ + 1;
-      }
-      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < L::kSets; ++i) ptx::mbar_init(ptx::smem_addr(&meta_.spare[i]), L::kWarps);
     }
-    ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void run() {
+    if (warp_ == L::kWarps) {
+      Loader(p_, params_, smem_, meta_).run();
+    } else {
+      compute();
+    }
   }
 
  private:
@@ -156,41 +97,9 @@ class Decode {
       }
   }
 
-  __device__ __forceinline__ void load_q(int head) const {
-    typedef typename Bits<Config::q_type>::type Element;
-    constexpr int kEach = L::kRows * L::kDim / L::kThreads;
-    Element x[kEach];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {  // all in flight before the first is stored
-      const int r = (i * L::kThreads + threadIdx.x) / L::kDim, d = threadIdx.x % L::kDim;
-      const int row = meta_.qo_row[r];  // of a row that is not there, the first one is read instead: no branch
-      const long long at = row < 0 ? 0
-                                   : static_cast<long long>(row) * p_.q_stride_row +
-                                         static_cast<long long>(meta_.qo_head[r]) * p_.q_stride_head;
-      x[i] = reinterpret_cast<const Element*>(p_.q)[at + d];
-      if (row < 0) x[i] = Element(0);
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int r = (i * L::kThreads + threadIdx.x) / L::kDim, d = threadIdx.x % L::kDim;
-      reinterpret_cast<Element*>(smem_ + L::kOffsetQ + r * L::kPitchQ)[d] = x[i];
-    }
-    if constexpr (Variant::has_query) {
-      __syncthreads();
-#pragma unroll 1
-      for (int r = warp_; r < L::kRows; r += L::kWarps) {
-        if (meta_.qo_row[r] < 0) continue;
-        const Ctx c = row_ctx<Config, Variant>(p_, meta_, r, head);
-        map_pairs<Variant::query_pairing, Variant::query_dim, Config::head_dim, Config::q_type>(
-            reinterpret_cast<Element*>(smem_ + L::kOffsetQ + r * L::kPitchQ), lane_, 32,
-            [&](int d, float& x0, float& x1) { Variant::query(params_, c, d, x0, x1); });
-      }
-    }
-  }
-
   // B operand of k-step d: Q of 8 rows. For fp8 the head dims of a step are taken in the order in which K's bytes come.
   __device__ __forceinline__ void query_step(int n, int d, unsigned (&b)[2]) const {
-    const char* row = smem_ + L::kOffsetQ + (8 * n + g_) * L::kPitchQ + d * 32;
+    const char* row = smem_ + L::kOffsetQ + (set_ * L::kRows + 8 * n + g_) * L::kPitchQ + d * 32;
     if constexpr (L::kFp8) {
       const uint2 x = *reinterpret_cast<const uint2*>(row + t_ * 8);
       b[0] = x.x;
@@ -201,17 +110,88 @@ class Decode {
     }
   }
 
-  // Scores of the tile and their softmax: P for all, l and acc under the new maximum.
-  template <int kQ>
-  __device__ __forceinline__ void keys(const WorkItem& item, int head, const unsigned (&q)[kQ][2], State& state) const {
-    float s[kN][4];
-    scores(q, s);
-    logits(item, head, s);
+  // Tile by tile, pass by pass, until the loader says that it was the last one.
+  __device__ __forceinline__ void compute() {
+    stage_ = phase_ = table_ = set_ = 0;
+    unsigned q[kKeepQ ? kSteps : 1][2];
+    State state, total;
+    int leaf = 0;
+    bool fresh = true;
+    [[maybe_unused]] int marked = -1;
+#pragma unroll 1
+    for (;;) {
+      ptx::mbar_wait(ptx::smem_addr(&meta_.full[stage_]), phase_);
+      const int4 span = meta_.span[table_];
+      ATTNRT_MARK(8 + (marked += marked < 9));
+      if (span.z & kOver) return;
+      if (fresh) {
+        if constexpr (kKeepQ) {
+#pragma unroll
+          for (int d = 0; d < kSteps; ++d) query_step(0, d, q[d]);
+        }
+        clear(total);
+        clear(state);
+        leaf = 0;
+        fresh = false;
+      }
+      float s[kN][4];
+      scores(q, s);
+      release();
+      keys(span, s, state);
+      ptx::mbar_wait(ptx::smem_addr(&meta_.full[stage_]), phase_);
+      sync();  // and P is written
+      accumulate(state);
+      release();
+      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+      if (!(span.z & kLastOfLeaf)) continue;
+      close_leaf(state);
+      ATTNRT_MARK(18);
+      const Rows& rows = meta_.rows[set_];
+      if (rows.fold) {
+        fold(total, state);
+      } else {
+        total = state;
+      }
+      clear(state);
+      fresh = span.z & kLastOfPass;
+      if (rows.slot >= 0 && (!rows.fold || fresh)) store_state(rows, rows.fold ? 0 : leaf, total);
+      ATTNRT_MARK(19);
+      ++leaf;
+      if (!fresh) continue;
+      if (rows.slot < 0) {
+        finish(rows, total);
+      } else if (p_.plan->counters) {
+        merge(rows, rows.fold ? 1 : leaf);
+      }
+      ATTNRT_MARK(20);
+      __syncwarp();
+      if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.spare[set_]));
+      set_ = set_ + 1 == L::kSets ? 0 : set_ + 1;
+    }
+  }
+
+  // This warp has read the stage.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.empty[stage_]));
+    if (++stage_ == L::kStages) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+  // Of the warps that compute.
+  __device__ __forceinline__ static void sync() { ptx::bar_sync(1, L::kThreads); }
+
+  // Logits and softmax of the tile: P for all, l and acc under the new maximum.
+  __device__ __forceinline__ void keys(const int4& span, float (&s)[kN][4], State& state) const {
+    logits(span, s);
     if constexpr (Variant::use_softmax) {
       maxima(s);
-      __syncthreads();
+      sync();
       weights(s, state);
     } else {
+      sync();  // the last tile's P has been read
 #pragma unroll
       for (int n = 0; n < kN; ++n) state.m[n][0] = state.m[n][1] = 0.0f;
     }
@@ -266,14 +246,14 @@ class Decode {
 
   // As in the tile kernel: scale, variant, mask; a base-2 logit (-inf: unseen), or a weight (0: unseen) without a
   // softmax.
-  __device__ __forceinline__ void logits(const WorkItem& item, int head, float (&s)[kN][4]) const {
-    const int4 span = meta_.span[table_][warp_];
+  __device__ __forceinline__ void logits(const int4& span, float (&s)[kN][4]) const {
+    const Rows& rows = meta_.rows[set_];
     const int tile = span.w;
-    const bool whole = (span.z & kAllLive) && !(Variant::reads_index_mask && meta_.any_mask) &&
-                       Variant::mask_is_interval && span.x >= meta_.low_max && span.y <= meta_.high_min &&
-                       tile + L::kTile <= meta_.limit_min;
+    const bool whole = (span.z & kAllLive) && !(Variant::reads_index_mask && rows.any_mask) &&
+                       Variant::mask_is_interval && span.x >= rows.low_max && span.y <= rows.high_min &&
+                       tile + L::kTile <= rows.limit_min;
     const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
-    const unsigned live = whole ? 0xffffffffu : seen_bits(item, head, tile);
+    const unsigned live = whole ? 0xffffffffu : seen_bits(rows, span);
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
@@ -281,14 +261,14 @@ class Decode {
         Ctx ctx;
         typename Variant::Row row;
         if constexpr (Variant::has_logits) {
-          ctx = row_ctx<Config, Variant>(p_, meta_, row_of(n, c), head);
+          ctx = row_ctx<Config, Variant>(p_, rows, row_of(n, c), rows.head);
           row = Variant::row(params_, ctx);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float& x = s[n][2 * half + c];
           if constexpr (Variant::has_logits) {
-            ctx.kv_pos = meta_.pos[table_][key_of(half)];
+            ctx.kv_pos = span.z & kDense ? span.x + key_of(half) : meta_.pos[table_][key_of(half)];
             ctx.kv_slot = meta_.slot[table_][key_of(half)];
           }
           x = Variant::logits(params_, row, ctx, x * scale);
@@ -299,8 +279,8 @@ class Decode {
   }
 
   // Which of this lane's scores are seen, bit 4n + 2c + half.
-  __device__ __forceinline__ unsigned seen_bits(const WorkItem& item, int head, int tile) const {
-    const unsigned char* mask = Variant::reads_index_mask ? p_.plan->parts[item.part].mask : nullptr;
+  __device__ __forceinline__ unsigned seen_bits(const Rows& rows, const int4& span) const {
+    const unsigned char* mask = Variant::reads_index_mask ? p_.plan->parts[rows.part].mask : nullptr;
     unsigned bits = 0;
 #pragma unroll 1
     for (int i = 2 * kN - 1; i >= 0; --i) {
@@ -308,28 +288,28 @@ class Decode {
       Ctx c;
       typename Variant::Row row;
       if constexpr (!Variant::mask_is_interval) {
-        c = row_ctx<Config, Variant>(p_, meta_, r, head);
+        c = row_ctx<Config, Variant>(p_, rows, r, rows.head);
         row = Variant::row(params_, c);
       }
 #pragma unroll
-      for (int half = 1; half >= 0; --half) bits = bits << 1 | (seen(mask, r, row, c, key_of(half), tile) ? 1u : 0u);
+      for (int half = 1; half >= 0; --half) bits = bits << 1 | (seen(rows, mask, r, row, c, key_of(half), span) ? 1u : 0u);
     }
     return bits;
   }
 
   template <class Row>
-  __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, Ctx& c, int key,
-                                       int tile) const {
-    const int pos = meta_.pos[table_][key];
-    bool yes = pos != kDeadKey && pos >= meta_.low[r] && pos <= meta_.high[r] && tile + key < meta_.limit[r];
+  __device__ __forceinline__ bool seen(const Rows& rows, const unsigned char* mask, int r, const Row& row, Ctx& c,
+                                       int key, const int4& span) const {
+    const int tile = span.w, pos = span.z & kDense ? span.x + key : meta_.pos[table_][key];
+    bool yes = pos != kDeadKey && pos >= rows.low[r] && pos <= rows.high[r] && tile + key < rows.limit[r];
     if constexpr (!Variant::mask_is_interval) {
       c.kv_pos = pos;
       c.kv_slot = meta_.slot[table_][key];
       yes = yes && Variant::mask(params_, row, c);
     }
     if constexpr (Variant::reads_index_mask) {
-      if (yes && meta_.mask_bit[r] != kNoMask && tile + key >= meta_.mask_from[r]) {
-        const long long bit = meta_.mask_bit[r] + tile + key;
+      if (yes && rows.mask_bit[r] != kNoMask && tile + key >= rows.mask_from[r]) {
+        const long long bit = rows.mask_bit[r] + tile + key;
         yes = mask[bit >> 3] >> (bit & 7) & 1;
       }
     }
@@ -455,15 +435,15 @@ class Decode {
         l[c] += __shfl_xor_sync(0xffffffffu, l[c], 8);
         l[c] += __shfl_xor_sync(0xffffffffu, l[c], 16);
       }
-      if (g_ == 0) *reinterpret_cast<float2*>(&meta_.reduce[warp_][row_of(n, 0)]) = make_float2(l[0], l[1]);
+      if (g_ == 0) *reinterpret_cast<float2*>(&meta_.sums[warp_][row_of(n, 0)]) = make_float2(l[0], l[1]);
     }
-    __syncthreads();
+    sync();
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      float2 l = *reinterpret_cast<const float2*>(&meta_.reduce[0][row_of(n, 0)]);
+      float2 l = *reinterpret_cast<const float2*>(&meta_.sums[0][row_of(n, 0)]);
 #pragma unroll
       for (int w = 1; w < L::kWarps; ++w) {
-        const float2 x = *reinterpret_cast<const float2*>(&meta_.reduce[w][row_of(n, 0)]);
+        const float2 x = *reinterpret_cast<const float2*>(&meta_.sums[w][row_of(n, 0)]);
         l.x += x.x;
         l.y += x.y;
       }
@@ -514,15 +494,14 @@ class Decode {
   }
 
   // Both of these use the state up.
-  __device__ __forceinline__ void store_state(const WorkItem& item, int leaf, State& s) const {
-    const int queries = item.q_end - item.q_begin;
+  __device__ __forceinline__ void store_state(const Rows& rows, int leaf, State& s) const {
 #pragma unroll 1
     for (int i = 0; i < 2 * kN; ++i, shift(s)) {
       const int r = row_of(i / 2, i % 2);
-      const int query = (first_ + r) / Config::group;
-      if (query >= queries) continue;
+      const int query = (rows.first + r) / Config::group;
+      if (query >= rows.queries) continue;
       const long long at =
-          (static_cast<long long>(item.slot) + leaf * queries + query) * p_.num_qo_heads + meta_.qo_head[r];
+          (static_cast<long long>(rows.slot) + leaf * rows.queries + query) * p_.num_qo_heads + rows.qo_head[r];
       if (warp_ == 0 && g_ == 0) reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(s.m[0][0], s.l[0][0]);
       float* to = p_.plan->partial_acc + at * L::kDim;
 #pragma unroll
@@ -537,13 +516,43 @@ class Decode {
     }
   }
 
-  __device__ __forceinline__ void finish(State& s) const {
+  // The pass's states are stored. Queries that have all theirs now, from whichever CTAs, are merged here and now: each
+  // state is counted, and who counts the last one folds them in their order.
+  __device__ __forceinline__ void merge(const Rows& rows, int states) const {
+    sync();
+    if (threadIdx.x < L::kRows) {
+      const int r = threadIdx.x;
+      bool last = false;
+      if (rows.counter[r] >= 0) {
+        const int heads = min(Config::group - (rows.first + r) % Config::group, L::kRows - r);
+        const unsigned all = (rows.merge_end[r] - rows.merge_begin[r]) * Config::group, mine = states * heads;
+        unsigned* const counter = p_.plan->counters + rows.counter[r];
+        last = ptx::count_up(counter, mine) + mine == all;
+        if (last) *counter = 0;
+      }
+      meta_.last[r] = last;
+    }
+    sync();
+    const Merge<Config, Variant, L::kMergeBatch> merge(p_, params_);
+#pragma unroll 1
+    for (int r = 0; r < L::kRows; ++r) {
+      if (!meta_.last[r]) continue;
+#pragma unroll 1
+      for (int head = rows.head * Config::group + warp_; head < (rows.head + 1) * Config::group; head += L::kWarps) {
+        Ctx c = row_ctx<Config, Variant>(p_, rows, r, rows.head);
+        c.qo_head = head;
+        merge.finish(c, merge.states(rows.merge_begin[r], rows.merge_end[r], head));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(const Rows& rows, State& s) const {
     typedef typename Bits<Config::out_type>::type Element;
 #pragma unroll 1
     for (int i = 0; i < 2 * kN; ++i, shift(s)) {
       const int r = row_of(i / 2, i % 2);
-      if (meta_.qo_row[r] < 0) continue;
-      const Ctx c = row_ctx<Config, Variant>(p_, meta_, r, meta_.qo_head[r] / Config::group);
+      if (rows.qo_row[r] < 0) continue;
+      const Ctx c = row_ctx<Config, Variant>(p_, rows, r, rows.head);
       const FinishRow row = finish_head<Variant>(params_, c, s.m[0][0], s.l[0][0]);
       if (warp_ == 0 && g_ == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
       Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, 0));
@@ -562,8 +571,7 @@ class Decode {
   char* smem_;
   M& meta_;
   int lane_, warp_, g_, t_;
-  int stage_, table_;  // of the tile at hand
-  int first_;          // row of the item at which this pass starts
+  int stage_, phase_, table_, set_;  // at hand
 };
 
 }  // namespace attnrt

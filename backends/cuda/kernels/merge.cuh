@@ -7,19 +7,20 @@
 
 namespace attnrt {
 
-template <class Config, class Variant>
+// kMost: accumulators in flight, where registers are few.
+template <class Config, class Variant, int kMost = 8>
 class Merge {
   static constexpr int kCols = (Config::head_dim_vo + 31) / 32;  // columns per lane
   static constexpr bool kVector =
       Config::head_dim_vo % 32 == 0 && (kCols == 2 || kCols == 4);  // neighbours, else lane, lane + 32, ...
-  static constexpr int kBatch = kCols <= 4 ? 8 : kCols <= 8 ? 4 : 2;
+  static constexpr int kBatch = kCols <= 4 ? kMost : kCols <= 8 ? 4 : 2;
   static constexpr int kLevels = 24;  // pairwise tree: up to 2^24 leaves
 
+ public:
   struct State {
     float m, l, acc[kCols];
   };
 
- public:
   __device__ __forceinline__ Merge(const RunParams& p, const ParamRef* params)
       : p_(p), params_(params), lane_(threadIdx.x % 32) {}
 
@@ -31,11 +32,17 @@ class Merge {
       const int head = static_cast<int>(i % p_.num_qo_heads);
       const int kv_head = head / Config::group;
       if (kv_head < row.head_begin || kv_head >= row.head_end) continue;
-      finish(row, head, p_.plan->pairwise ? pairwise(row, head) : sequential(row, head));
+      ATTNRT_MARK(26);
+      finish(row, head, states(row.slot_begin, row.slot_end, head));
+      ATTNRT_MARK(27);
     }
   }
 
- private:
+  // The fold of a row's entries of the merge list.
+  __device__ __forceinline__ State states(int begin, int end, int head) const {
+    return p_.plan->pairwise ? pairwise(begin, end, head) : sequential(begin, end, head);
+  }
+
   __device__ __forceinline__ static State empty() {
     State s;
     s.m = neg_inf();
@@ -45,23 +52,51 @@ class Merge {
     return s;
   }
 
+  __device__ __forceinline__ void finish(const MergeRow& merge, int head, const State& s) const {
+    Ctx c;
+    c.kv_pos = 0;
+    c.kv_slot = 0;
+    c.qo_row = merge.qo_row;
+    c.qo_head = head;
+    c.kv_head = head / Config::group;
+    c.request = -1;
+    c.qo_pos = c.qo_len = c.kv_len = 0;
+    if constexpr (Variant::has_sink || Variant::has_output) find_request(c);
+    finish(c, s);
+  }
+
+  __device__ __forceinline__ void finish(const Ctx& c, const State& s) const {
+    typedef typename Bits<Config::out_type>::type Element;
+    const FinishRow row = finish_head<Variant>(params_, c, s.m, s.l);
+    if (lane_ == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) {
+      const int col = col_of(i);
+      if (col < Config::head_dim_vo) {
+        *reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, col)) =
+            finish_value<Config, Variant>(params_, c, row, col, s.acc[i]);
+      }
+    }
+  }
+
+ private:
   __device__ __forceinline__ int col_of(int i) const { return kVector ? lane_ * kCols + i : lane_ + 32 * i; }
 
   __device__ __forceinline__ void load_acc(long long at, float (&acc)[kCols]) const {
     const float* from = p_.plan->partial_acc + at * Config::head_dim_vo;
     if constexpr (kVector && kCols == 4) {
-      const float4 x = reinterpret_cast<const float4*>(from)[lane_];
+      const float4 x = ptx::load_l2(reinterpret_cast<const float4*>(from) + lane_);
       acc[0] = x.x;
       acc[1] = x.y;
       acc[2] = x.z;
       acc[3] = x.w;
     } else if constexpr (kVector && kCols == 2) {
-      const float2 x = reinterpret_cast<const float2*>(from)[lane_];
+      const float2 x = ptx::load_l2(reinterpret_cast<const float2*>(from) + lane_);
       acc[0] = x.x;
       acc[1] = x.y;
     } else {
 #pragma unroll
-      for (int i = 0; i < kCols; ++i) acc[i] = col_of(i) < Config::head_dim_vo ? from[col_of(i)] : 0.0f;
+      for (int i = 0; i < kCols; ++i) acc[i] = col_of(i) < Config::head_dim_vo ? ptx::load_l2(from + col_of(i)) : 0.0f;
     }
   }
 
@@ -72,7 +107,7 @@ class Merge {
   __device__ __forceinline__ State load(int entry, int head) const {
     const long long at = state_of(entry, head);
     State s;
-    const float2 ml = reinterpret_cast<const float2*>(p_.plan->partial_ml)[at];
+    const float2 ml = ptx::load_l2(reinterpret_cast<const float2*>(p_.plan->partial_ml) + at);
     s.m = ml.x;
     s.l = ml.y;
     load_acc(at, s.acc);
@@ -87,44 +122,67 @@ class Merge {
     for (int i = 0; i < kCols; ++i) a.acc[i] = fold_acc(f, a.acc[i], b.acc[i]);
   }
 
+  // Of states e to e + kBatch - 1 of 32 (past the end: the last one again).
+  __device__ __forceinline__ void load_batch(long long mine, int e, float (&acc)[kBatch][kCols]) const {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) load_acc(__shfl_sync(0xffffffffu, mine, (e + i) % 32), acc[i]);
+  }
+
   // In order. What a state needs is read for many at once, since each read costs the latency of memory: the heads of 32
-  // states by the lanes, then the accumulators of kBatch.
-  __device__ __forceinline__ State sequential(const MergeRow& row, int head) const {
+  // states by the lanes, which find the factors of all 32 folds at once (a maximum has one value in any order), then the
+  // accumulators of kBatch.
+  __device__ __forceinline__ State sequential(int begin, int end, int head) const {
     State s = empty();
 #pragma unroll 1
-    for (int first = row.slot_begin; first < row.slot_end; first += 32) {
-      const int count = min(32, row.slot_end - first);
+    for (int first = begin; first < end; first += 32) {
+      const int count = min(32, end - first);
       const long long mine = state_of(first + min(lane_, count - 1), head);
-      const float2 ml = reinterpret_cast<const float2*>(p_.plan->partial_ml)[mine];
+      const float2 ml = ptx::load_l2(reinterpret_cast<const float2*>(p_.plan->partial_ml) + mine);
+      float acc[kBatch][kCols];
+      load_batch(mine, 0, acc);
+      const float m = lane_ < count ? ml.x : neg_inf();
+      float upto = m;  // largest m so far
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const float left = __shfl_sync(0xffffffffu, upto, max(lane_ - step, 0));
+        if (lane_ >= step) upto = fmaxf(upto, left);
+      }
+      upto = fmaxf(upto, s.m);
+      float before = __shfl_sync(0xffffffffu, upto, max(lane_ - 1, 0));
+      if (lane_ == 0) before = s.m;
+      const Fold mine_fold = fold_head<Variant::use_softmax>(before, 0.0f, m, 0.0f);
+      const unsigned plain = __ballot_sync(0xffffffffu, mine_fold.take == 0);
+      const unsigned takes = __ballot_sync(0xffffffffu, mine_fold.take == 2);
 #pragma unroll 1
       for (int e = 0; e < count; e += kBatch) {
-        float acc[kBatch][kCols];
+        if (e > 0) load_batch(mine, e, acc);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          const long long at = __shfl_sync(0xffffffffu, mine, (e + i) % 32);
-          if (e + i < count) load_acc(at, acc[i]);
-        }
+          const float a = __shfl_sync(0xffffffffu, mine_fold.scale_a, (e + i) % 32);
+          const float b = __shfl_sync(0xffffffffu, mine_fold.scale_b, (e + i) % 32);
+          const float l = __shfl_sync(0xffffffffu, ml.y, (e + i) % 32);
+          if (plain >> (e + i) & 1) {
+            s.l = Variant::use_softmax ? __fadd_rn(__fmul_rn(s.l, a), __fmul_rn(l, b)) : 1.0f;
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          State b;
-          b.m = __shfl_sync(0xffffffffu, ml.x, (e + i) % 32);
-          b.l = __shfl_sync(0xffffffffu, ml.y, (e + i) % 32);
-          if (e + i >= count) continue;
+            for (int j = 0; j < kCols; ++j) s.acc[j] = __fadd_rn(__fmul_rn(s.acc[j], a), __fmul_rn(acc[i][j], b));
+          } else if (takes >> (e + i) & 1) {
+            s.l = l;
 #pragma unroll
-          for (int j = 0; j < kCols; ++j) b.acc[j] = acc[i][j];
-          fold(s, b);
+            for (int j = 0; j < kCols; ++j) s.acc[j] = acc[i][j];
+          }
         }
       }
+      s.m = __shfl_sync(0xffffffffu, upto, 31);
     }
     return s;
   }
 
   // Spans split at the largest power of two below them: a binary counter over the absolute leaf index, missing leaves
   // empty.
-  __device__ __forceinline__ State pairwise(const MergeRow& row, int head) const {
+  __device__ __noinline__ State pairwise(int begin, int end, int head) const {
     State stack[kLevels];
-    int depth = 0, e = row.slot_begin;
-    const int last = row.slot_end > row.slot_begin ? p_.plan->merge_leaves[row.slot_end - 1] : -1;
+    int depth = 0, e = begin;
+    const int last = end > begin ? p_.plan->merge_leaves[end - 1] : -1;
 #pragma unroll 1
     for (int leaf = 0; leaf <= last; ++leaf) {
       State s = p_.plan->merge_leaves[e] == leaf ? load(e++, head) : empty();
@@ -165,29 +223,6 @@ class Merge {
       c.qo_pos = part.qo_pos[at] + bound_shift(p_, c.request);
       c.qo_len = p_.plan->qo_lens[c.request];
       c.kv_len = kv_len_of(p_, c.request);
-    }
-  }
-
-  __device__ __forceinline__ void finish(const MergeRow& merge, int head, const State& s) const {
-    typedef typename Bits<Config::out_type>::type Element;
-    Ctx c;
-    c.kv_pos = 0;
-    c.kv_slot = 0;
-    c.qo_row = merge.qo_row;
-    c.qo_head = head;
-    c.kv_head = head / Config::group;
-    c.request = -1;
-    c.qo_pos = c.qo_len = c.kv_len = 0;
-    if constexpr (Variant::has_sink || Variant::has_output) find_request(c);
-    const FinishRow row = finish_head<Variant>(params_, c, s.m, s.l);
-    if (lane_ == 0) store_lse(p_, c.qo_row, head, row.lse);
-#pragma unroll
-    for (int i = 0; i < kCols; ++i) {
-      const int col = col_of(i);
-      if (col < Config::head_dim_vo) {
-        *reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, head, col)) =
-            finish_value<Config, Variant>(params_, c, row, col, s.acc[i]);
-      }
     }
   }
 

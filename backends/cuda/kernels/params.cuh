@@ -7,6 +7,11 @@
 // those addresses. python: backends/cuda/pack.py writes the same layouts; a test compares the sizes and offsets.
 #pragma once
 
+// benchmarks/experiments/decode_profile.py makes this a time stamp.
+#ifndef ATTNRT_MARK
+#define ATTNRT_MARK(n)
+#endif
+
 namespace attnrt {
 
 // First statement of every kernel: all are launched so that their CTAs may start while the kernel before ends (sm_90).
@@ -110,6 +115,7 @@ struct PlanHeader {
   const int* bound_kv_lens;  // null: kv_lens are true
   float* partial_acc;        // [slots, num_qo_heads, head_dim_vo]
   float* partial_ml;         // [slots, num_qo_heads, 2]: m (base 2), l
+  unsigned* counters;        // states written so far of each (merge row, KV head); null: the merge kernel merges
   int num_workers;
   int num_merges;
   int num_parts;
@@ -119,24 +125,16 @@ struct PlanHeader {
   // has, or 2^page_box_log2 where a box must lie in one page; negative: none.
   int box_log2, page_box_log2;
   int solid;  // no list has a hole or names a block outside the pool
+  int num_items;
+  int pad;
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };
 
-// Asks for the plan's header in L2, line by line. A short kernel would otherwise wait for memory once for every part of
-// the header that it comes to. Being a hint, it may come before the wait for predecessors.
-__device__ __forceinline__ void prefetch_plan(const PlanHeader* plan) {
-#if __CUDA_ARCH__ >= 800
-  constexpr int kLines = sizeof(PlanHeader) / 128;
-  if (threadIdx.x < kLines) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char*>(plan) + threadIdx.x * 128));
-  }
-#endif
-}
-
 // What stays the same for every replay of a captured graph: the caller's tensors and the address of the plan.
 struct RunParams {
   const PlanHeader* plan;
+  unsigned before, behind;  // bytes that belong to the plan on this side of its header and on that
   const char* q;
   long long q_stride_row, q_stride_head;  // elements
   PagedKv k, v;
@@ -147,6 +145,27 @@ struct RunParams {
   float sm_scale;
   int num_qo_heads;
 };
+
+// Asks for the plan in L2: its header, and what lies around it, a line each way for each CTA. A short kernel would
+// otherwise wait for memory once for every link of header, worker, item, list and block ids. Being a hint, it may come
+// before the wait for predecessors.
+__device__ __forceinline__ void prefetch_plan(const RunParams& p) {
+#if __CUDA_ARCH__ >= 800
+  constexpr unsigned kLine = 128, kLines = (sizeof(PlanHeader) + kLine - 1) / kLine;
+  const unsigned at = (blockIdx.x + 1) * kLine;
+  const char* plan = reinterpret_cast<const char*>(p.plan);
+  const char* want = plan + threadIdx.x * kLine;
+  bool wanted = threadIdx.x < kLines;
+  if (threadIdx.x == 32) {
+    want = plan - at;
+    wanted = at <= p.before;
+  } else if (threadIdx.x == 33) {
+    want = plan + sizeof(PlanHeader) - kLine + at;
+    wanted = at <= p.behind;
+  }
+  if (wanted) asm volatile("prefetch.global.L2 [%0];" ::"l"(want));
+#endif
+}
 
 // Keys of a request: the bound number where there is one, kept within what the plan was made for.
 __device__ __forceinline__ int kv_len_of(const RunParams& p, int request) {
