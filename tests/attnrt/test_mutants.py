@@ -166,7 +166,7 @@ def slots_not_skipped(patch):
     patch(
         appending,
         "_put",
-        lambda cache, source, values, slots, scale: real(cache, source, values, slots * 0 + 1, scale),
+        lambda cache, values, slots, scale: real(cache, values, slots * 0 + 1, scale),
     )
 
     def check():
