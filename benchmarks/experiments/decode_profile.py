@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from decode import Case, Shape
-from harness import Clock, captured
+from cases import Case
+from harness import Clock
+from harness import captured as captured_with
+from shapes import Shape
 
 import attnrt as at
 from attnrt.backends.cuda import driver, programs, render
@@ -42,13 +45,17 @@ __device__ __forceinline__ void attnrt_mark(int at) {{
 """
 
 SHAPES = [
-    Shape(name="bs1 kv1024", lens=(1024,)),
-    Shape(name="bs16 kv1024", lens=(1024,) * 16),
-    Shape(name="bs8 kv8192 8/1", lens=(8192,) * 8, heads=8, kv_heads=1),
-    Shape(name="bs1 kv32768", lens=(32768,)),
-    Shape(name="bs64 kv4096", lens=(4096,) * 64),
-    Shape(name="bs64 kv4096 fp8", lens=(4096,) * 64, kv_dtype="float8_e4m3fn"),
+    Shape(name="bs1 kv1024", kv=(1024,)),
+    Shape(name="bs16 kv1024", kv=(1024,) * 16),
+    Shape(name="bs8 kv8192 8/1", kv=(8192,) * 8, heads=8, kv_heads=1),
+    Shape(name="bs1 kv32768", kv=(32768,)),
+    Shape(name="bs64 kv4096", kv=(4096,) * 64),
+    Shape(name="bs64 kv4096 fp8", kv=(4096,) * 64, kv_dtype="float8_e4m3fn"),
 ]
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    return captured_with(run)[0]
 
 
 class Bound:
@@ -61,7 +68,7 @@ class Bound:
             num_kv_heads=case.kv_heads,
             head_dim=case.head_dim,
             q_dtype="bfloat16",
-            kv_dtype=case.kv_dtype,
+            kv_dtype=case.shape.kv_dtype,
             variant=at.variants.causal(),
         )
         self.attn, self.tiny = (
