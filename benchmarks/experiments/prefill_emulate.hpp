@@ -192,6 +192,8 @@ inline int __reduce_max_sync(unsigned, int x) {
 }
 inline int __all_sync(unsigned, int x) { auto* s = emu::exchange(x != 0); for (int i = 0; i < 32; ++i) if (!s[i]) return 0; return 1; }
 inline int __any_sync(unsigned, int x) { auto* s = emu::exchange(x != 0); for (int i = 0; i < 32; ++i) if (s[i]) return 1; return 0; }
+inline unsigned __ballot_sync(unsigned, int x) { auto* s = emu::exchange(x != 0); unsigned r = 0; for (int i = 0; i < 32; ++i) r |= (s[i] ? 1u : 0u) << i; return r; }
+inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 inline void __syncwarp() { emu::exchange(0); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
 inline unsigned __vcmpeq2(unsigned, unsigned) { abort(); }
@@ -225,6 +227,18 @@ inline void st_shared(u32 a, u32 x) { memcpy(emu::at(a), &x, 4); }
 inline void fill_shared16(u32 a, u32 x) { for (int i = 0; i < 4; ++i) st_shared(a + 4 * i, x); }
 inline void ld_shared16(u32 (&x)[4], u32 a) { memcpy(x, emu::at(a), 16); }
 inline void computed(float, u32) {}
+inline void loaded(int) {}
+template <int N> inline void prefetch_l2(const char*) {}
+// The thread's copies so far, and its arrival, at a random moment.
+inline void mbar_complete(u32 bar);
+inline void cp_async_mbar_arrive_noinc(u32 bar) {
+  auto all = std::make_shared<emu::Group>(std::move(emu::self->open_copies));
+  emu::self->open_copies = {};
+  emu::in_flight.push_back([=] {
+    for (auto& op : all->ops) op();
+    mbar_complete(bar);
+  });
+}
 inline void bar_arrive(u32 id, u32 threads) { auto& b = emu::named[id]; if (++b.arrived == (int)threads) { b.arrived = 0; ++b.gen; } }
 inline void bar_sync(u32 id, u32 threads) {
   auto& b = emu::named[id];
@@ -234,10 +248,13 @@ inline void bar_sync(u32 id, u32 threads) {
 }
 inline void mbar_init(u32 bar, u32 count) { emu::Mbar m; m.count = m.pending = count; emu::mbars[bar] = m; }
 inline void mbar_init_fence() {}
-inline void mbar_arrive(u32 bar) {
+inline void mbar_complete(u32 bar) {
   auto& b = emu::mbars.at(bar);
   if (b.pending-- == 0) { fprintf(stderr, "too many arrivals\n"); abort(); }
   emu::check(b);
+}
+inline void mbar_arrive(u32 bar) {
+  mbar_complete(bar);
   if (emu::random() % 4 == 0) {  // the others may get far ahead, right here
     emu::naps[emu::self->tid / 32] = 60;
     emu::self->ready = [] { return true; };

@@ -5,8 +5,7 @@
 //
 // One CTA per SM: a loader warpgroup and Config::warpgroups consumer warpgroups of 64 rows each. Operands lie as wgmma
 // wants them: slabs of 64 elements, a slab row is 128 bytes with the 128-byte swizzle, [slab][row][64]. Q and the K and
-// V tiles have two buffers each; the buffer of a Q that has been multiplied is where its output is staged for 16-byte
-// stores.
+// V tiles have two buffers each.
 #pragma once
 #include "cursor.cuh"
 #include "finish.cuh"
@@ -47,11 +46,11 @@ struct HopperLayout {
   static constexpr int kStages = 2;
   static constexpr int kDim = Config::head_dim;
   static constexpr int kDimVo = Config::head_dim_vo;
-  static_assert(kDim % 64 == 0 && kDimVo % 64 == 0 && kDimVo <= kDim,
-                "slabs of 64 elements; the output is staged where Q lay");
+  static_assert(kDim % 64 == 0 && kDimVo % 64 == 0, "slabs of 64 elements");
   static_assert(!Variant::has_query && !Variant::has_key && !Variant::has_value, "no hooks on q, k, v yet");
   static constexpr int kMaskRows = Variant::reads_index_mask ? kRows : 2;
   static constexpr bool kNeedsSlots = Variant::has_logits || !Variant::mask_is_interval;
+  static constexpr bool kNeedsKeys = kNeedsSlots || Variant::reads_index_mask;  // the table of keys, whatever the list
 
   static constexpr int kSlabQ = kRows * 128;  // bytes of one slab
   static constexpr int kSlabKv = kTile * 128;
@@ -68,8 +67,19 @@ struct PassRecord {
   WorkItem item;
   int head, first;
   int begin, stop;  // first tile and one past the last key of the item's first leaf
+  // Where positions run on: position of offset 0 and the offsets of the keys that are there; else begin = end.
+  int shift, live_begin, live_end;
   int done;         // 1: no pass, the list has ended
 };
+
+// What 32 consecutive keys of a tile have in common.
+struct alignas(16) KeyRange {
+  int low, high;  // positions of live keys
+  int base;       // kKeysRun: position of the first key
+  int kind;       // kKeysLive | kKeysRun
+};
+constexpr int kKeysLive = 1;  // all are there
+constexpr int kKeysRun = 2;   // those that are there lie side by side and their positions ascend by one
 
 // What loaders tell consumers, and the barriers. A Q buffer, its pass record and its row table are one; so are a stage
 // of K and its key table.
@@ -77,7 +87,7 @@ template <class L>
 struct HopperMeta {
   int pos[L::kStages][L::kTile];  // positions of the keys; kDeadKey: no key
   int slot[L::kStages][L::kNeedsSlots ? L::kTile : 4];
-  int4 range[L::kStages][4];      // by 32 keys; x: lowest position, y: highest, of live keys; z: 1 if all are live
+  KeyRange range[L::kStages][4];  // by 32 keys
   int4 row[2][L::kRows];          // row of q and out (-1: none), position, lowest and highest visible key position
   int2 row_request[2][L::kRows];  // request; its true length where the host only knew a bound
   long long mask_bit[2][L::kMaskRows];

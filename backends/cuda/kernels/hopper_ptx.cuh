@@ -37,5 +37,15 @@ ATTNRT_DEV void computed(float x, u32 addr) {
                : "memory");
 }
 
+// Asks for `kBytes` from an address on in L2.
+template <int kBytes>
+ATTNRT_DEV void prefetch_l2(const char* p) {
+#pragma unroll
+  for (int i = 0; i < kBytes; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
+}
+
+// A use that keeps the load of x.
+ATTNRT_DEV void loaded(int x) { asm volatile("" ::"r"(x)); }
+
 }  // namespace ptx
 }  // namespace attnrt

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The prefill harness with few kernels, for comparing changes: built in a fraction of the time, each build a change.
+//   nvcc ... -DPREFILL_TRACE -o steps benchmarks/experiments/prefill_steps.cu; steps [short|trace|one S|gather]
+#define PREFILL_MAIN
+#include "prefill.cu"
+
+#ifndef STEPS_GATHER
+#define STEPS_GATHER false
+#endif
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "short";
+  Bench b;
+  const int sizes[] = {512, 1024, 2048, 4096, 8192, 16384};
+  const double fa3[] = {318.8, 443.9, 569.7, 599.6, 629.5, 655.7},
+               fa3_full[] = {495.5, 568.4, 616.8, 655.9, 661.9, 670.8};
+  auto square = [](int s) { return Problem{16384 / s, s, s, 16, 16, 128}; };
+  if (what == "one") {  // a single launch, for a profiler
+    const int s = atoi(argv[2]);
+    report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "one", square(s), setup(argc > 3 ? 1 : 0, argc > 3, 32, 0, 1), 0);
+    return 0;
+  }
+  for (const Problem s : {Problem{3, 333, 333, 4, 4, 128}, Problem{2, 200, 1111, 4, 4, 128}}) {
+    for (int workers : {0, 7}) {
+      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "check", s, setup(0, false, 0, workers, 0), 0);
+      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "check", s, setup(16, false, 0, workers, 0), 0);
+      if (STEPS_GATHER) report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "check", s, setup(1, true, 0, workers, 0), 0);
+    }
+  }
+#ifdef PREFILL_TRACE
+  for (int s : {512, 2048, 16384}) {
+    report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "causal", square(s), setup(0, false, 32, 0, 3), 0);
+    print_trace(("causal" + std::to_string(s)).c_str());
+    report<1, 128, 2, FullVariant>(b, "full", square(s), setup(0, false, 32, 0, 3), 0);
+    print_trace(("full" + std::to_string(s)).c_str());
+    if (STEPS_GATHER) {
+      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "gather", square(s), setup(1, true, 32, 0, 3), 0);
+      print_trace(("gather" + std::to_string(s)).c_str());
+    }
+  }
+  return 0;
+#endif
+  for (int i = 0; i < 6; ++i) {
+    if (what == "short" && i > 2) break;
+    for (double fixed : {0.4, 0.8, 1.5, 3.0}) {
+      if (fixed != 0.8 && i > 1) continue;
+      Setup set = setup(0, false, 32);
+      set.fixed = fixed;
+      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, fixed == 0.8 ? "causal" : "causal fixed", square(sizes[i]), set,
+                                                     fa3[i]);
+    }
+    if (STEPS_GATHER) report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "gather", square(sizes[i]), setup(1, true, 32), 0);
+    report<1, 128, 2, FullVariant>(b, "full", square(sizes[i]), setup(0, false, 32), fa3_full[i]);
+  }
+  return 0;
+}
