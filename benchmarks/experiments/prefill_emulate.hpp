@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Hopper prefill kernel on a CPU: stands in for ptx.cuh and the CUDA built-ins, so that the same headers run without a GPU.
-// Every CUDA thread is a fiber of one thread; a random fiber runs until it has to wait. Asynchronous work (TMA, cp.async, wgmma)
-// happens at a random moment between its issue and the wait that orders it, which shows a buffer that is handed over too early or
-// refilled too soon, and a schedule that nobody can leave (deadlock). What it cannot show: memory-model faults, missing proxy fences.
+// The Hopper prefill kernel on a CPU: stands in for ptx.cuh and the CUDA built-ins, so that the same headers run
+// without a GPU. Every CUDA thread is a fiber of one thread; a random fiber runs until it has to wait. Asynchronous
+// work (TMA, cp.async, wgmma) happens at a random moment between its issue and the wait that orders it, which shows a
+// buffer that is handed over too early or refilled too soon, and a schedule that nobody can leave (deadlock). What it
+// cannot show: memory-model faults, missing proxy fences.
 #pragma once
 #include <ucontext.h>
 
@@ -21,34 +22,59 @@
 #define __forceinline__ inline
 #define __restrict__
 
-struct int2 { int x, y; };
-struct int4 { int x, y, z, w; };
-struct uint2 { unsigned x, y; };
-struct uint4 { unsigned x, y, z, w; };
-struct float2 { float x, y; };
+struct int2 {
+  int x, y;
+};
+struct int4 {
+  int x, y, z, w;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
-struct Index { unsigned x = 0; };
+struct Index {
+  unsigned x = 0;
+};
 
 namespace emu {
 constexpr unsigned kBase = 1024;  // shared-window address of the dynamic part
 alignas(1024) inline char smem[232448];
-struct Group { std::vector<std::function<void()>> ops; };
+struct Group {
+  std::vector<std::function<void()>> ops;
+};
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   unsigned tid;
   bool done = false;
-  std::function<bool()> ready;            // what it waits for, or empty
+  std::function<bool()> ready;  // what it waits for, or empty
   Group open_copies, open_products;
-  std::vector<Group> copies, products;    // committed, oldest first
+  std::vector<Group> copies, products;  // committed, oldest first
 };
-struct Warp { unsigned long long slot[2][32]; int arrived[2] = {0, 0}; long gen = 0; };
-struct Mbar { int count = 0, pending = 0; long tx = 0; int phase = 0; };
-struct Named { int arrived = 0; long gen = 0; };
+struct Warp {
+  unsigned long long slot[2][32];
+  int arrived[2] = {0, 0};
+  long gen = 0;
+};
+struct Mbar {
+  int count = 0, pending = 0;
+  long tx = 0;
+  int phase = 0;
+};
+struct Named {
+  int arrived = 0;
+  long gen = 0;
+};
 inline std::vector<std::unique_ptr<Fiber>> fibers;
 inline std::vector<Warp> warps;
 inline std::vector<int> naps;  // rounds for which a warp does not run
@@ -58,7 +84,10 @@ inline std::vector<std::function<void()>> in_flight;  // TMA
 inline Fiber* self;
 inline ucontext_t scheduler;
 inline unsigned long long rng = 1;
-inline unsigned random() { rng = rng * 6364136223846793005ull + 1442695040888963407ull; return (unsigned)(rng >> 33); }
+inline unsigned random() {
+  rng = rng * 6364136223846793005ull + 1442695040888963407ull;
+  return (unsigned)(rng >> 33);
+}
 inline void wait_for(std::function<bool()> ready) {
   if (ready() && random() % 8) return;
   self->ready = std::move(ready);
@@ -99,11 +128,19 @@ inline void check(Mbar& b) {
   }
 }
 inline char* at(unsigned addr) {
-  if (addr < kBase || addr >= kBase + sizeof smem) { fprintf(stderr, "shared address %u\n", addr); abort(); }
+  if (addr < kBase || addr >= kBase + sizeof smem) {
+    fprintf(stderr, "shared address %u\n", addr);
+    abort();
+  }
   return smem + (addr - kBase);
 }
 inline unsigned swizzle(unsigned a) { return a ^ ((a >> 7 & 7) << 4); }
-inline float bf16(unsigned short b) { unsigned u = (unsigned)b << 16; float f; memcpy(&f, &u, 4); return f; }
+inline float bf16(unsigned short b) {
+  unsigned u = (unsigned)b << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
 inline unsigned short to_bf16(float f) {
   unsigned u;
   memcpy(&u, &f, 4);
@@ -148,7 +185,11 @@ inline bool run(int threads, std::function<void()> f) {
     if (!left) return true;
     if (runnable.empty()) {
       if (in_flight.empty()) return false;
-      while (!in_flight.empty()) { auto op = in_flight.back(); in_flight.pop_back(); op(); }
+      while (!in_flight.empty()) {
+        auto op = in_flight.back();
+        in_flight.pop_back();
+        op();
+      }
       continue;
     }
     // Now and then a warp falls asleep for many rounds, wherever it is, so that the others get far ahead of it.
@@ -168,16 +209,36 @@ inline bool run(int threads, std::function<void()> f) {
     }
   }
 }
-struct Tid { struct X { operator unsigned() const { return self->tid; } } x; };
+struct Tid {
+  struct X {
+    operator unsigned() const { return self->tid; }
+  } x;
+};
 }  // namespace emu
 
 inline emu::Tid threadIdx;
 inline Index blockIdx;
 
-template <class T> inline unsigned long long pun(T x) { unsigned long long u = 0; memcpy(&u, &x, sizeof x); return u; }
-template <class T> inline T unpun(unsigned long long u) { T x; memcpy(&x, &u, sizeof x); return x; }
-template <class T> inline T __shfl_sync(unsigned, T x, int lane) { return unpun<T>(emu::exchange(pun(x))[lane & 31]); }
-template <class T> inline T __shfl_xor_sync(unsigned, T x, int mask) { return unpun<T>(emu::exchange(pun(x))[(emu::self->tid & 31) ^ mask]); }
+template <class T>
+inline unsigned long long pun(T x) {
+  unsigned long long u = 0;
+  memcpy(&u, &x, sizeof x);
+  return u;
+}
+template <class T>
+inline T unpun(unsigned long long u) {
+  T x;
+  memcpy(&x, &u, sizeof x);
+  return x;
+}
+template <class T>
+inline T __shfl_sync(unsigned, T x, int lane) {
+  return unpun<T>(emu::exchange(pun(x))[lane & 31]);
+}
+template <class T>
+inline T __shfl_xor_sync(unsigned, T x, int mask) {
+  return unpun<T>(emu::exchange(pun(x))[(emu::self->tid & 31) ^ mask]);
+}
 inline int __reduce_min_sync(unsigned, int x) {
   auto* s = emu::exchange(pun(x));
   int r = unpun<int>(s[0]);
@@ -190,10 +251,26 @@ inline int __reduce_max_sync(unsigned, int x) {
   for (int i = 1; i < 32; ++i) r = std::max(r, unpun<int>(s[i]));
   return r;
 }
-inline int __all_sync(unsigned, int x) { auto* s = emu::exchange(x != 0); for (int i = 0; i < 32; ++i) if (!s[i]) return 0; return 1; }
-inline int __any_sync(unsigned, int x) { auto* s = emu::exchange(x != 0); for (int i = 0; i < 32; ++i) if (s[i]) return 1; return 0; }
-inline unsigned __ballot_sync(unsigned, int x) { auto* s = emu::exchange(x != 0); unsigned r = 0; for (int i = 0; i < 32; ++i) r |= (s[i] ? 1u : 0u) << i; return r; }
+inline int __all_sync(unsigned, int x) {
+  auto* s = emu::exchange(x != 0);
+  for (int i = 0; i < 32; ++i)
+    if (!s[i]) return 0;
+  return 1;
+}
+inline int __any_sync(unsigned, int x) {
+  auto* s = emu::exchange(x != 0);
+  for (int i = 0; i < 32; ++i)
+    if (s[i]) return 1;
+  return 0;
+}
+inline unsigned __ballot_sync(unsigned, int x) {
+  auto* s = emu::exchange(x != 0);
+  unsigned r = 0;
+  for (int i = 0; i < 32; ++i) r |= (s[i] ? 1u : 0u) << i;
+  return r;
+}
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
+inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline void __syncwarp() { emu::exchange(0); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
 inline unsigned __vcmpeq2(unsigned, unsigned) { abort(); }
@@ -205,8 +282,8 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __frcp_rn(float a) { return 1.0f / a; }
-using std::min;
 using std::max;
+using std::min;
 
 namespace attnrt {
 namespace ptx {
@@ -214,21 +291,44 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 enum class Half16 { bf16, fp16 };
 inline u32 smem_addr(const void* p) { return (u32)((const char*)p - emu::smem) + emu::kBase; }
-inline bool elect_one() { emu::exchange(0); return emu::self->tid % 32 == 0; }
-inline float ex2(float x) { return exp2f(x); }
-template <Half16 T> inline u32 pack2(float lo, float hi) { return emu::to_bf16(lo) | (u32)emu::to_bf16(hi) << 16; }
-inline void cp_async16(u32 dst, const void* src, u32 bytes = 16) {
-  auto op = [=] { if (bytes) memcpy(emu::at(dst), src, 16); else memset(emu::at(dst), 0, 16); };
-  if (emu::random() % 4 == 0) op(); else emu::self->open_copies.ops.push_back(op);
+inline bool elect_one() {
+  emu::exchange(0);
+  return emu::self->tid % 32 == 0;
 }
-inline void cp_async_commit() { emu::self->copies.push_back(std::move(emu::self->open_copies)); emu::self->open_copies = {}; }
-template <int N> inline void cp_async_wait() { emu::run_some(emu::self->copies, N); }
+inline float ex2(float x) { return exp2f(x); }
+template <Half16 T>
+inline u32 pack2(float lo, float hi) {
+  return emu::to_bf16(lo) | (u32)emu::to_bf16(hi) << 16;
+}
+inline void cp_async16(u32 dst, const void* src, u32 bytes = 16) {
+  auto op = [=] {
+    if (bytes)
+      memcpy(emu::at(dst), src, 16);
+    else
+      memset(emu::at(dst), 0, 16);
+  };
+  if (emu::random() % 4 == 0)
+    op();
+  else
+    emu::self->open_copies.ops.push_back(op);
+}
+inline void cp_async_commit() {
+  emu::self->copies.push_back(std::move(emu::self->open_copies));
+  emu::self->open_copies = {};
+}
+template <int N>
+inline void cp_async_wait() {
+  emu::run_some(emu::self->copies, N);
+}
 inline void st_shared(u32 a, u32 x) { memcpy(emu::at(a), &x, 4); }
-inline void fill_shared16(u32 a, u32 x) { for (int i = 0; i < 4; ++i) st_shared(a + 4 * i, x); }
+inline void fill_shared16(u32 a, u32 x) {
+  for (int i = 0; i < 4; ++i) st_shared(a + 4 * i, x);
+}
 inline void ld_shared16(u32 (&x)[4], u32 a) { memcpy(x, emu::at(a), 16); }
 inline void computed(float, u32) {}
 inline void loaded(int) {}
-template <int N> inline void prefetch_l2(const char*) {}
+template <int N>
+inline void prefetch_l2(const char*) {}
 // The thread's copies so far, and its arrival, at a random moment.
 inline void mbar_complete(u32 bar);
 inline void cp_async_mbar_arrive_noinc(u32 bar) {
@@ -239,18 +339,31 @@ inline void cp_async_mbar_arrive_noinc(u32 bar) {
     mbar_complete(bar);
   });
 }
-inline void bar_arrive(u32 id, u32 threads) { auto& b = emu::named[id]; if (++b.arrived == (int)threads) { b.arrived = 0; ++b.gen; } }
+inline void bar_arrive(u32 id, u32 threads) {
+  auto& b = emu::named[id];
+  if (++b.arrived == (int)threads) {
+    b.arrived = 0;
+    ++b.gen;
+  }
+}
 inline void bar_sync(u32 id, u32 threads) {
   auto& b = emu::named[id];
   const long gen = b.gen;
   bar_arrive(id, threads);
   emu::wait_for([&b, gen] { return b.gen > gen; });
 }
-inline void mbar_init(u32 bar, u32 count) { emu::Mbar m; m.count = m.pending = count; emu::mbars[bar] = m; }
+inline void mbar_init(u32 bar, u32 count) {
+  emu::Mbar m;
+  m.count = m.pending = count;
+  emu::mbars[bar] = m;
+}
 inline void mbar_init_fence() {}
 inline void mbar_complete(u32 bar) {
   auto& b = emu::mbars.at(bar);
-  if (b.pending-- == 0) { fprintf(stderr, "too many arrivals\n"); abort(); }
+  if (b.pending-- == 0) {
+    fprintf(stderr, "too many arrivals\n");
+    abort();
+  }
   emu::check(b);
 }
 inline void mbar_arrive(u32 bar) {
@@ -261,9 +374,14 @@ inline void mbar_arrive(u32 bar) {
     swapcontext(&emu::self->context, &emu::scheduler);
   }
 }
-inline void mbar_arrive_expect_tx(u32 bar, u32 bytes) { emu::mbars.at(bar).tx += bytes; mbar_arrive(bar); }
+inline void mbar_arrive_expect_tx(u32 bar, u32 bytes) {
+  emu::mbars.at(bar).tx += bytes;
+  mbar_arrive(bar);
+}
 inline bool mbar_test_wait(u32 bar, u32 parity) { return emu::mbars.at(bar).phase != (int)parity; }
-inline void mbar_wait(u32 bar, u32 parity) { emu::wait_for([=] { return mbar_test_wait(bar, parity); }); }
+inline void mbar_wait(u32 bar, u32 parity) {
+  emu::wait_for([=] { return mbar_test_wait(bar, parity); });
+}
 // opaque: base, strides in bytes of token, head, page; extents of dim, token, head, page; tokens per box.
 inline void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c2, int c3) {
   emu::in_flight.push_back([=] {
@@ -272,7 +390,8 @@ inline void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c
       for (int i = 0; i < 64; ++i) {
         unsigned short x = 0;
         const long long d = c0 + i, t = c1 + (long long)r;
-        if (d >= 0 && d < (long long)m[4] && t >= 0 && t < (long long)m[5] && c2 >= 0 && c2 < (long long)m[6] && c3 >= 0 && c3 < (long long)m[7])
+        if (d >= 0 && d < (long long)m[4] && t >= 0 && t < (long long)m[5] && c2 >= 0 && c2 < (long long)m[6] &&
+            c3 >= 0 && c3 < (long long)m[7])
           memcpy(&x, (const char*)m[0] + d * 2 + t * (long long)m[1] + c2 * (long long)m[2] + c3 * (long long)m[3], 2);
         memcpy(emu::at(emu::swizzle(dst + r * 128 + i * 2)), &x, 2);
       }
@@ -283,19 +402,32 @@ inline void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c
 }
 inline void tma_prefetch_map(const void*) {}
 inline void fence_proxy_async() {}
-template <int R> inline void reg_alloc() {}
-template <int R> inline void reg_dealloc() {}
-inline u64 desc_sw128(u32 addr, u32 lbo, u32 sbo) { return (u64)((addr & 0x3ffff) >> 4) | ((u64)(lbo >> 4) << 16) | ((u64)(sbo >> 4) << 32) | (1ull << 62); }
+template <int R>
+inline void reg_alloc() {}
+template <int R>
+inline void reg_dealloc() {}
+inline u64 desc_sw128(u32 addr, u32 lbo, u32 sbo) {
+  return (u64)((addr & 0x3ffff) >> 4) | ((u64)(lbo >> 4) << 16) | ((u64)(sbo >> 4) << 32) | (1ull << 62);
+}
 inline u64 desc_add(u64 d, u32 bytes) { return d + (bytes >> 4); }
 inline void wgmma_fence() {}
-inline void wgmma_commit() { emu::self->products.push_back(std::move(emu::self->open_products)); emu::self->open_products = {}; }
+inline void wgmma_commit() {
+  emu::self->products.push_back(std::move(emu::self->open_products));
+  emu::self->open_products = {};
+}
 // Collective: no lane goes on before the warp's products are done.
-template <int N> inline void wgmma_wait() { emu::run_some(emu::self->products, N); emu::exchange(0); }
-template <int R> inline void wgmma_pin(float (&)[R]) {}
+template <int N>
+inline void wgmma_wait() {
+  emu::run_some(emu::self->products, N);
+  emu::exchange(0);
+}
+template <int R>
+inline void wgmma_pin(float (&)[R]) {}
 // Element (mn, k) of an operand in shared memory.
 inline float element(u64 d, int mn, int k, bool mn_major) {
   const u32 start = (u32)(d & 0x3fff) << 4, lbo = (u32)(d >> 16 & 0x3fff) << 4, sbo = (u32)(d >> 32 & 0x3fff) << 4;
-  const u32 a = mn_major ? start + mn / 64 * lbo + k / 8 * sbo + k % 8 * 128 + mn % 64 * 2 : start + mn / 8 * sbo + mn % 8 * 128 + k * 2;
+  const u32 a = mn_major ? start + mn / 64 * lbo + k / 8 * sbo + k % 8 * 128 + mn % 64 * 2
+                         : start + mn / 8 * sbo + mn % 8 * 128 + k * 2;
   unsigned short x;
   memcpy(&x, emu::at(emu::swizzle(a)), 2);
   return emu::bf16(x);
@@ -305,7 +437,10 @@ inline void product(std::function<void()> op) {
   auto& open = emu::self->open_products;
   // Order inside a thread is kept: nothing may run before what was issued earlier.
   open.ops.push_back(std::move(op));
-  if (emu::random() % 2 && emu::self->products.empty()) { for (auto& o : open.ops) o(); open.ops.clear(); }
+  if (emu::random() % 2 && emu::self->products.empty()) {
+    for (auto& o : open.ops) o();
+    open.ops.clear();
+  }
 }
 template <Half16 T, int N>
 struct Wgmma {
@@ -337,7 +472,8 @@ struct Wgmma {
       emu::self = now;
     });
   }
-  // A from registers: k 2t, 2t + 1, 2t + 8, 2t + 9 of rows g, g + 8 are this lane's, the others' lie in their own registers.
+  // A from registers: k 2t, 2t + 1, 2t + 8, 2t + 9 of rows g, g + 8 are this lane's, the others' lie in their own
+  // registers.
   template <int TB>
   static void rs(float (&d)[N / 2], const u32 (&a)[4], u64 b, int add) {
     const int quad = emu::self->tid % 32 / 4 * 4;
@@ -345,7 +481,8 @@ struct Wgmma {
     for (int r = 0; r < 4; ++r) {
       const unsigned long long* all = emu::exchange(a[r]);
       for (int t = 0; t < 4; ++t)
-        for (int e = 0; e < 2; ++e) (*rows)[(r % 2) * 16 + r / 2 * 8 + 2 * t + e] = emu::bf16((unsigned short)(all[quad + t] >> (16 * e)));
+        for (int e = 0; e < 2; ++e)
+          (*rows)[(r % 2) * 16 + r / 2 * 8 + 2 * t + e] = emu::bf16((unsigned short)(all[quad + t] >> (16 * e)));
     }
     float* p = d;
     product([=] { multiply(p, [&](int h, int k) { return (*rows)[h * 16 + k]; }, b, TB, add); });

@@ -66,6 +66,7 @@ static inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>((static_cast<uint64_t>(a) * b) >> 32);
 }
 static inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+static inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 static inline unsigned __vcmpeq2(unsigned a, unsigned b) {
   const unsigned x = a ^ b;
   return ((x & 0xffffu) ? 0 : 0xffffu) | ((x >> 16) ? 0 : 0xffff0000u);
@@ -383,7 +384,9 @@ ATTNRT_DEV void cp_async_mbar_arrive_noinc(u32 bar) {
 ATTNRT_DEV void mbar_wait(u32 bar, u32 parity) {
   while ((barrier_at(bar)->phase & 1) == parity) emu::yield();
 }
-ATTNRT_DEV void bar_sync(u32 id, u32 threads) { emu::named[id].join(static_cast<int>(threads), [] {}); }
+ATTNRT_DEV void bar_sync(u32 id, u32 threads) {
+  emu::named[id].join(static_cast<int>(threads), [] {});
+}
 template <int kMatrices, bool kTrans>
 ATTNRT_DEV void ldmatrix(u32 (&r)[kMatrices], u32 addr) {
   uint64_t in[1] = {addr}, out[4];

@@ -41,11 +41,11 @@ class HopperConsumer {
     int low, high, limit;
   };
 
-  // How the warp's rows see a tile: all of it, or as runs of keys; neither: key by key.
+  // How the warp's rows see a tile: all of it, or bit by bit.
   static constexpr int kParts = L::kTile / 32;
   struct View {
-    bool all, runs;
-    unsigned bits[kParts][2];  // runs: what each row sees of 32 keys, from this thread's first key on
+    bool all;
+    unsigned bits[kParts][2];  // what each row sees of 32 keys, from this thread's first key on
     unsigned partial;          // bit p: some row of the warp does not see all of part p
   };
 
@@ -73,9 +73,9 @@ class HopperConsumer {
     scale_ = fmaxf(fabsf(scale), 1e-30f) * kLog2e;
   }
 
-  // One iteration per tile: the scores of the next tile, whatever row block it belongs to, then the last product of this
-  // one. A row block is written after the first weights of its successor: there is no stop between blocks. What needs
-  // no scores (masks as bits, the next block's rows, the end of a leaf) runs under the product that makes them.
+  // One iteration per tile: the scores of the next tile, whatever row block it belongs to, then the last product of
+  // this one. A row block is written after the first weights of its successor: there is no stop between blocks. What
+  // needs no scores (masks as bits, the next block's rows, the end of a leaf) runs under the product that makes them.
   __device__ __forceinline__ void run() {
     tile_ = 0;
     pass_ = 0;
@@ -354,53 +354,79 @@ class HopperConsumer {
     return __all_sync(0xffffffffu, yes) && !any_mask_ && offset + L::kTile <= limit_min_;
   }
 
-  __device__ __forceinline__ bool seen(const Row& row, const Ctx& c, int pos, int offset,
-                                       const unsigned char* mask) const {
-    bool yes = pos >= row.low && pos <= row.high && offset < row.limit;
-    if constexpr (!Variant::mask_is_interval) yes = yes && Variant::mask(params_, row.hook, c);
-    if constexpr (Variant::reads_index_mask) {
-      if (yes && row.mask_bit != kNoMask && offset >= row.mask_from) {
-        const long long bit = row.mask_bit + offset;
-        yes = mask[bit >> 3] >> (bit & 7) & 1;
-      }
-    }
-    return yes;
-  }
-
-  // What rows see of tile t, before its scores are known: masks become bits where positions run on.
+  // What rows see of tile t, before its scores are known. Key by key only where positions do not run on or a hook
+  // decides, in loops that are not unrolled: their loads would take the registers of the products (ptxas would
+  // serialise, C7511).
   __device__ __forceinline__ void look(View& view, const Row (&rows)[2], int t, int offset) const {
-    const int stage = t % L::kStages;
-    view.all = view.runs = false;
+    view.all = false;
+    bool runs = false;
     if constexpr (Variant::mask_is_interval) {
       view.all = (offset >= whole_begin_ && offset + L::kTile <= whole_end_) || whole(t, offset);
       if (view.all) return;
-      const bool runs = meta_.range[stage][lane_ % 4].kind & kKeysRun;
-      view.runs = __all_sync(0xffffffffu, runs) && !any_mask_;
-      if (!view.runs) return;
-      view.partial = 0;
+      runs = __all_sync(0xffffffffu, meta_.range[t % L::kStages][lane_ % 4].kind & kKeysRun);
+    }
+    view.partial = 0;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const KeyRange range = meta_.range[stage][part];
+    for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const Row& row = rows[half];
-          // The first and the last key that the row sees, by place; the clamps keep differences from overflowing.
-          const int low = min(max(row.low, range.low), max(range.high, range.base - 1) + 1) - range.base;
-          const int high = min(max(min(row.high, range.high), range.base - 1) - range.base,
-                               max(row.limit - offset - part * 32, 0) - 1);
-          view.bits[part][half] =
-              (high < 0 ? 0u : 0xffffffffu >> (31 - min(high, 31))) & (low > 31 ? 0u : 0xffffffffu << max(low, 0));
-        }
-        const bool partial = (view.bits[part][0] & view.bits[part][1]) != 0xffffffffu;
-        view.partial |= (__any_sync(0xffffffffu, partial) ? 1u : 0u) << part;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) view.bits[part][half] >>= lane_ % 4 * 2;
+      for (int half = 0; half < 2; ++half) {
+        unsigned& bits = view.bits[part][half];
+        bits = runs ? run_bits(rows[half], t, offset, part) : key_bits(rows[half], t, offset, part);
+        if constexpr (Variant::reads_index_mask) bits = masked_bits(rows[half], offset + part * 32, bits);
       }
+      const bool partial = (view.bits[part][0] & view.bits[part][1]) != 0xffffffffu;
+      view.partial |= (__any_sync(0xffffffffu, partial) ? 1u : 0u) << part;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) view.bits[part][half] >>= lane_ % 4 * 2;
     }
   }
 
+  // What a row sees of 32 keys that run on, the index's mask aside.
+  __device__ __forceinline__ unsigned run_bits(const Row& row, int t, int offset, int part) const {
+    const KeyRange range = meta_.range[t % L::kStages][part];
+    // The first and the last key that the row sees, by place; the clamps keep differences from overflowing.
+    const int low = min(max(row.low, range.low), max(range.high, range.base - 1) + 1) - range.base;
+    const int high =
+        min(max(min(row.high, range.high), range.base - 1) - range.base, max(row.limit - offset - part * 32, 0) - 1);
+    return (high < 0 ? 0u : 0xffffffffu >> (31 - min(high, 31))) & (low > 31 ? 0u : 0xffffffffu << max(low, 0));
+  }
+
+  // The same for any keys: this thread's eight of them, the others 0.
+  __device__ __forceinline__ unsigned key_bits(const Row& row, int t, int offset, int part) const {
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      const int place = i / 2 * 8 + lane_ % 4 * 2 + i % 2, key = part * 32 + place;
+      Ctx c = row.ctx;
+      c.kv_pos = meta_.pos[t % L::kStages][key];
+      if constexpr (L::kNeedsSlots) c.kv_slot = meta_.slot[t % L::kStages][key];
+      bool yes = c.kv_pos >= row.low && c.kv_pos <= row.high && offset + key < row.limit;
+      if constexpr (!Variant::mask_is_interval) yes = yes && Variant::mask(params_, row.hook, c);
+      bits |= (yes ? 1u : 0u) << place;
+    }
+    return bits;
+  }
+
+  // Bits of 32 keys from offset `start` on, and the index's mask. Only bytes of keys that are seen are read.
+  __device__ __forceinline__ unsigned masked_bits(const Row& row, int start, unsigned bits) const {
+    if (row.mask_bit == kNoMask) return bits;
+    const int before = row.mask_from - start;  // keys that the mask does not speak of
+    const unsigned asked = bits & (before <= 0 ? 0xffffffffu : before >= 32 ? 0u : 0xffffffffu << before);
+    if (asked == 0) return bits;
+    const unsigned char* mask = p_.plan->parts[record().item.part].mask;
+    const long long first = row.mask_bit + start, last = (first + 31 - __clz(asked)) >> 3;
+    unsigned found = 0;
+#pragma unroll 1
+    for (long long byte = (first + __ffs(asked) - 1) >> 3; byte <= last; ++byte) {
+      const int place = static_cast<int>(byte * 8 - first);
+      const unsigned value = mask[byte];
+      found |= place >= 0 ? value << place : value >> -place;
+    }
+    return bits & (found | ~asked);
+  }
+
   // Two instructions per score, none where all is seen.
-  __device__ __forceinline__ void mask_runs(float (&s)[kS], const View& view) const {
+  __device__ __forceinline__ void mask_bits(float (&s)[kS], const View& view) const {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (!(view.partial >> part & 1)) continue;
@@ -449,28 +475,13 @@ class HopperConsumer {
       for (int i = 0; i < kS; ++i) s[i] = -s[i];
     }
     if (view.all) return;
-    if (view.runs) return mask_runs(s, view);
-    const unsigned char* mask = Variant::reads_index_mask ? p_.plan->parts[record().item.part].mask : nullptr;
-#pragma unroll
-    for (int n = 0; n < L::kTile / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int key = n * 8 + lane_ % 4 * 2 + e;
-        const int pos = meta_.pos[stage][key];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Ctx c = rows[half].ctx;
-          c.kv_pos = pos;
-          if constexpr (L::kNeedsSlots) c.kv_slot = meta_.slot[stage][key];
-          float& x = s[4 * n + 2 * half + e];
-          x = seen(rows[half], c, pos, offset + key, mask) ? x : hidden_score();
-        }
-      }
+    mask_bits(s, view);
   }
 
   // ------------------------------------------------------------------ softmax
   // The new maximum; top is what exponents subtract, shrink what l and O have to be multiplied by.
-  __device__ __forceinline__ void raise(const float (&s)[kS], float (&m)[2], float (&top)[2], float (&shrink)[2]) const {
+  __device__ __forceinline__ void raise(const float (&s)[kS], float (&m)[2], float (&top)[2],
+                                        float (&shrink)[2]) const {
     shrink[0] = shrink[1] = 1.0f;
     if constexpr (!Variant::use_softmax) {
       m[0] = m[1] = 0.0f;
@@ -538,8 +549,8 @@ class HopperConsumer {
     const WorkItem& item = record.item;
     closing.folds = Config::folds && item.fold && item.leaf_end - item.leaf_begin > 1;
     closing.first = leaf == 0;
-    closing.fate = item.slot < 0 ? (ends ? Fate::rows : Fate::nothing)
-                                 : (!item.fold || ends ? Fate::state : Fate::nothing);
+    closing.fate =
+        item.slot < 0 ? (ends ? Fate::rows : Fate::nothing) : (!item.fold || ends ? Fate::state : Fate::nothing);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float x = l[half];
@@ -570,8 +581,8 @@ class HopperConsumer {
   __device__ __forceinline__ void divide(Closing& closing) const {
     const bool odd = lane_ & 1;
     const Ctx c = odd ? closing.ctx[1] : closing.ctx[0];
-    const FinishRow row = finish_head<Variant>(params_, c, odd ? closing.m[1] : closing.m[0],
-                                               odd ? closing.l[1] : closing.l[0]);
+    const FinishRow row =
+        finish_head<Variant>(params_, c, odd ? closing.m[1] : closing.m[0], odd ? closing.l[1] : closing.l[0]);
     if (lane_ % 4 < 2 && c.qo_row >= 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -680,8 +691,9 @@ class HopperConsumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 4 * (n + i) + 2 * half, col = (n + i) * 8 + lane * 2;
-          x[i] = ptx::pack2<kHalf<Config::out_type>>(finished(closing.ctx[half], closing.row[half], col, o(at)),
-                                                     finished(closing.ctx[half], closing.row[half], col + 1, o(at + 1)));
+          x[i] =
+              ptx::pack2<kHalf<Config::out_type>>(finished(closing.ctx[half], closing.row[half], col, o(at)),
+                                                  finished(closing.ctx[half], closing.row[half], col + 1, o(at + 1)));
         }
         transpose<1>(x[0], x[1]);
         transpose<1>(x[2], x[3]);

@@ -130,7 +130,7 @@ class HopperLoader {
     int offset;
     int low, high;
     int live_low, live_high;
-    int shift;  // from an offset to its position, kNoShift: the list says where each block lies
+    int shift;  // from an offset to its position, kNoShift: blocks say where they lie, or some are holes
   };
   static constexpr int kNoShift = -0x7fffffff;
 
@@ -200,8 +200,7 @@ class HopperLoader {
     const int low = max(tile.low, first), high = min(tile.high, first + 32) - 1;
     KeyRange range = {0x7fffffff, kDeadKey, 0, kKeysRun};
     if (low <= high) {
-      range = {low + tile.shift, high + tile.shift, first + tile.shift,
-               kKeysRun | (high - low == 31 ? kKeysLive : 0)};
+      range = {low + tile.shift, high + tile.shift, first + tile.shift, kKeysRun | (high - low == 31 ? kKeysLive : 0)};
     }
     meta_.range[stage][part] = range;
   }
@@ -220,7 +219,7 @@ class HopperLoader {
     live_range(item, part, list, head, tile.live_low, tile.live_high);
     tile.low = max(item.kv_begin, tile.live_low);
     tile.high = min(item.kv_end, tile.live_high);
-    tile.shift = list.block_pos ? kNoShift : list.pos - list.offset;
+    tile.shift = list.block_pos || !p_.plan->solid ? kNoShift : list.pos - list.offset;
     if (list.indices) {
       const long long listed = list.offset + static_cast<long long>(list.entries) * part.block.divisor;
       tile.high = static_cast<int>(min(static_cast<long long>(tile.high), listed));
@@ -359,7 +358,7 @@ class HopperLoader {
     PassRecord& pass = meta_.pass[buffer];
     pass.shift = list.pos - list.offset;
     pass.live_begin = tile.low;
-    pass.live_end = list.block_pos ? tile.low : tile.high;
+    pass.live_end = tile.shift == kNoShift ? tile.low : tile.high;
     pass.item = item;
     pass.head = head;
     pass.first = first;
@@ -580,30 +579,28 @@ class HopperLoader {
     static_assert(L::kTile == 128, "a warp brings 32 keys");
     int t = 0, count = 0, before_head = 0;
     int before = -1;  // V of the tile before is still to come
-    walk_tiles(
-        [&](const WorkItem& item, const PartDesc& part, int head, int first) {
-          gather_queries(item, part, head, first, count++);
-        },
-        [&](const Tile& tile, int head, long long slot, int pos) {
-          const int stage = t % L::kStages;
-          const long long k = slot < 0 ? kNoRow : slot_offset(p_.k, static_cast<unsigned>(slot), head);
-          ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
-          gather_any<L::kDim, L::kSlabKv>(p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK, warp_ * 32,
-                                          k, lane_);
-          arrive(bar(meta_.k_full[stage]), p_.k.vectors);
-          if (!L::kNeedsKeys && tile.shift != kNoShift) {
-            if (lane_ == 0) describe_runs(tile, stage, warp_);
-          } else {
-            const KeyRange range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
-            if (lane_ == 0) meta_.range[stage][warp_] = range;
-          }
-          __syncwarp();
-          if (lane_ == 0) ptx::mbar_arrive(bar(meta_.k_full[stage]));
-          if (t > 0) gather_v(t - 1, before, before_head);
-          before = static_cast<int>(slot);
-          before_head = head;
-          ++t;
-        });
+    walk_tiles([&](const WorkItem& item, const PartDesc& part, int head,
+                   int first) { gather_queries(item, part, head, first, count++); },
+               [&](const Tile& tile, int head, long long slot, int pos) {
+                 const int stage = t % L::kStages;
+                 const long long k = slot < 0 ? kNoRow : slot_offset(p_.k, static_cast<unsigned>(slot), head);
+                 ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
+                 gather_any<L::kDim, L::kSlabKv>(p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK,
+                                                 warp_ * 32, k, lane_);
+                 arrive(bar(meta_.k_full[stage]), p_.k.vectors);
+                 if (!L::kNeedsKeys && tile.shift != kNoShift) {
+                   if (lane_ == 0) describe_runs(tile, stage, warp_);
+                 } else {
+                   const KeyRange range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
+                   if (lane_ == 0) meta_.range[stage][warp_] = range;
+                 }
+                 __syncwarp();
+                 if (lane_ == 0) ptx::mbar_arrive(bar(meta_.k_full[stage]));
+                 if (t > 0) gather_v(t - 1, before, before_head);
+                 before = static_cast<int>(slot);
+                 before_head = head;
+                 ++t;
+               });
     if (t > 0) gather_v(t - 1, before, before_head);
     wait_queries(count);
     if (warp_ == 0 && lane_ == 0) meta_.pass[count & 1].done = 1;
