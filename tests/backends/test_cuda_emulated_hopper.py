@@ -94,6 +94,26 @@ def test_a_mask_of_bits():
     testing.check(plan, batch.q, batch.kv, out, lse)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_trees_over_a_shared_context(workers):
+    """Parts with a mask and without one in a worker's list: no mask is read but the item's own."""
+    s, rng = spec(variant=v.custom_mask()), np.random.default_rng()
+    parents = np.concatenate(
+        [np.array([rng.integers(-1, i) if i else -1 for i in range(n)]) for n in (40, 33)]
+    )
+    pages = [[*range(7), *range(7, 10)], [*range(7), *range(10, 13)]]
+    index = at.formats.paged([0, 40, 73], [0, 10, 20], np.concatenate(pages).astype(np.int32), [160, 153], 16)
+    index = at.formats.tree(at.formats.share(index), parents.astype(np.int32))
+    assert {part.mask is None for part in index.parts} == {False, True}
+    bf16 = as_dtype("bfloat16").numpy
+    q = rng.standard_normal((73, 4, 64)).astype(np.float32).astype(bf16)
+    kv = tuple(rng.standard_normal((13, 16, 2, 64)).astype(np.float32).astype(bf16) for _ in "kv")
+    attn = at.Attention(s, backend=EmulatedHopper(workers), device="cpu")
+    plan = attn.plan(index)
+    out, lse = attn.run(q, kv, return_lse=True)
+    testing.check(plan, q, kv, out, lse)
+
+
 @pytest.mark.parametrize("oracle", ["poison", "batch_invariance", "layout_invariance"])
 def test_bitwise(oracle):
     case = testing.make_case(spec(), [40, 1, 0, 33], [150, 60, 9, 20])

@@ -137,7 +137,7 @@ class HopperConsumer {
         if (ends) release(meta_.q_empty[pass & 1]);
         if (ends && more) load_rows(rows);
       }
-      look(view, rows, tile_ + 1, offset);
+      if (more) look(view, rows, tile_ + 1, offset);  // tables of a pass that does not exist lead anywhere
       wait_v(tile_);
       multiply_values(o, w, tile_ % L::kStages, add);
       if (!closes) turn_end();
@@ -414,13 +414,15 @@ class HopperConsumer {
     const unsigned asked = bits & (before <= 0 ? 0xffffffffu : before >= 32 ? 0u : 0xffffffffu << before);
     if (asked == 0) return bits;
     const unsigned char* mask = p_.plan->parts[record().item.part].mask;
-    const long long first = row.mask_bit + start, last = (first + 31 - __clz(asked)) >> 3;
-    unsigned found = 0;
-#pragma unroll 1
-    for (long long byte = (first + __ffs(asked) - 1) >> 3; byte <= last; ++byte) {
-      const int place = static_cast<int>(byte * 8 - first);
-      const unsigned value = mask[byte];
-      found |= place >= 0 ? value << place : value >> -place;
+    const long long first = row.mask_bit + start;
+    const long long from = (first + __ffs(asked) - 1) >> 3, last = (first + 31 - __clz(asked)) >> 3;
+    unsigned value[5], found = 0;  // 32 bits lie in five bytes at the most; all are asked for before one is used
+#pragma unroll
+    for (int i = 0; i < 5; ++i) value[i] = from + i <= last ? mask[from + i] : 0;
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+      const int place = static_cast<int>((from + i) * 8 - first);
+      found |= place >= 0 ? value[i] << min(place, 31) : value[i] >> -place;
     }
     return bits & (found | ~asked);
   }
