@@ -67,7 +67,8 @@ ATTNRT_SCAN(scan64, std::int64_t)
 PyObject* py_stage(PyObject*, PyObject* args) {
   PyObject *target, *arrays, *places;
   Py_ssize_t base;
-  if (!PyArg_ParseTuple(args, "OnO!O!:stage", &target, &base, &PyTuple_Type, &arrays, &PyTuple_Type, &places)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OnO!O!:stage", &target, &base, &PyTuple_Type, &arrays, &PyTuple_Type, &places))
+    return nullptr;
   const Py_ssize_t n = PyTuple_Size(arrays);
   Py_buffer to;
   if (PyObject_GetBuffer(target, &to, PyBUF_WRITABLE) < 0) return nullptr;
@@ -92,7 +93,8 @@ PyObject* py_stage(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// widest(array, low, high) -> the largest array[:, high] - array[:, low] of a compact int32 [n, width] array, 0 if it is empty
+// widest(array, low, high) -> the largest array[:, high] - array[:, low] of a compact int32 [n, width] array, 0 if it
+// is empty
 PyObject* py_widest(PyObject*, PyObject* args) {
   PyObject* x;
   int low, high;

@@ -49,7 +49,8 @@ int main(int argc, char** argv) {
       report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, fixed == 0.8 ? "causal" : "causal fixed", square(sizes[i]), set,
                                                      fa3[i]);
     }
-    if (STEPS_GATHER) report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "gather", square(sizes[i]), setup(1, true, 32), 0);
+    if (STEPS_GATHER)
+      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "gather", square(sizes[i]), setup(1, true, 32), 0);
     report<1, 128, 2, FullVariant>(b, "full", square(sizes[i]), setup(0, false, 32), fa3_full[i]);
   }
   return 0;

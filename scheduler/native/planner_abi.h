@@ -119,6 +119,6 @@ int attnrt_align_take(attnrt_problem* problem, int32_t* out);
 // 2: qo_indptr, request or qo_index point outside.
 int attnrt_plan(const attnrt_problem* problem, attnrt_counts* counts);
 
-// Copy the last plan of this thread: items [items * 14], worker_indptr [workers of all crews + 1], merge rows [merges * 5],
-// slots [entries], leaves [entries], one behind the other.
+// Copy the last plan of this thread: items [items * 14], worker_indptr [workers of all crews + 1], merge rows [merges *
+// 5], slots [entries], leaves [entries], one behind the other.
 void attnrt_take(int32_t* out);

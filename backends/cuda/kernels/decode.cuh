@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decode kernel: few query rows against many keys, bound by the reading of K and V. Operands are swapped: S^T = K
 // Q^T and O^T = V^T P^T, keys (then columns of the output) on M, 8 or 16 query rows on N, so that nothing is multiplied
-// in vain; four CTAs share an SM and keep their whole ring of stages in flight (docs/performance.md, E2). Four warps of a
-// CTA compute, a fifth one loads (decode_loader.cuh); barriers in shared memory hand the stages to and fro.
+// in vain; four CTAs share an SM and keep their whole ring of stages in flight (docs/performance.md, E2). Four warps of
+// a CTA compute, a fifth one loads (decode_loader.cuh); barriers in shared memory hand the stages back and forth.
 //
 // A row has the bits that the tile kernel (attend.cuh) gives it: tiles of 64 keys, k-steps of 16 in the same order (an
 // element of mma.sync depends on its two vectors alone, whatever the roles: E1), the same exponentials, and sums of
@@ -292,7 +292,8 @@ class Decode {
         row = Variant::row(params_, c);
       }
 #pragma unroll
-      for (int half = 1; half >= 0; --half) bits = bits << 1 | (seen(rows, mask, r, row, c, key_of(half), span) ? 1u : 0u);
+      for (int half = 1; half >= 0; --half)
+        bits = bits << 1 | (seen(rows, mask, r, row, c, key_of(half), span) ? 1u : 0u);
     }
     return bits;
   }

@@ -77,7 +77,7 @@ template <class L, class Variant>
 struct DecodeMeta {
   unsigned long long full[L::kStages], empty[L::kStages];  // barriers
   unsigned long long spare[L::kSets];                      // the set's rows are done with
-  WorkItem item;         // at hand in the loading warp
+  WorkItem item;                                           // at hand in the loading warp
   int4 span[L::kTiles];  // least and largest position of the live keys, flags, offset of the tile
   DecodeRows<L, Variant> rows[L::kSets];
   float reduce[L::kWarps][L::kRows];  // maxima

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loading warp of the decode kernel. It walks the worker's items (heads, passes over the rows, leaves, tiles) and
-// fills a stage whenever one is free, K and V of a tile in turn; before the first tile of a pass it lays out the rows and
-// Q. All that it waits for (items, lists, block ids, rows) is hidden behind the stages that are on their way, and none of
-// its instructions stand in the way of those that compute.
+// fills a stage whenever one is free, K and V of a tile in turn; before the first tile of a pass it lays out the rows
+// and Q. All that it waits for (items, lists, block ids, rows) is hidden behind the stages that are on their way, and
+// none of its instructions stand in the way of those that compute.
 //
 // A lane finds the slots of two keys, l and l + 32, or the addresses of one run of 16, one tile ahead; all lanes copy.
 #pragma once
@@ -37,7 +37,8 @@ class DecodeLoader {
     const PlanHeader& plan = *p_.plan;
     int next = 0, end = 0;
     constexpr int kFields = sizeof(WorkItem) / sizeof(int);
-    int field = 0, guess = blockIdx.x;  // where no worker has two items, number b is worker b's: read it beside its number
+    int field = 0,
+        guess = blockIdx.x;  // where no worker has two items, number b is worker b's: read it beside its number
     if (blockIdx.x < plan.num_workers) {
       if (lane_ < kFields && guess < plan.num_items) field = reinterpret_cast<const int*>(plan.work + guess)[lane_];
       next = plan.worker_indptr[blockIdx.x];
@@ -161,8 +162,8 @@ class DecodeLoader {
   // four runs of 16 tokens. Lanes 0 to 3 find the runs' addresses in K, lanes 4 to 7 in V.
   __device__ __forceinline__ bool has_runs() const {
     const unsigned block = part_->block.divisor;
-    return list_.indices && !list_.block_pos && !(block & 15) && !(list_.offset & 15) &&
-           block == p_.k.page.divisor && block == p_.v.page.divisor && p_.k.vectors && p_.v.vectors;
+    return list_.indices && !list_.block_pos && !(block & 15) && !(list_.offset & 15) && block == p_.k.page.divisor &&
+           block == p_.v.page.divisor && p_.k.vectors && p_.v.vectors;
   }
 
   // Address of this lane's run; its block is a page.
@@ -245,8 +246,8 @@ class DecodeLoader {
     if (lane_ == 0) meta_.span[table_] = make_int4(low, high, flags, tile);
   }
 
-  // Row k + (row of this lane) of a stage, where row k is k whole steps of kRowsAtOnce: the swizzle of k's low bits is an
-  // XOR.
+  // Row k + (row of this lane) of a stage, where row k is k whole steps of kRowsAtOnce: the swizzle of k's low bits is
+  // an XOR.
   __device__ __forceinline__ static unsigned row_at(unsigned to, int k) {
     return L::kRowBytes == 64 ? to + k * 64 : (to ^ (k % 8 << 4)) + k * 128;
   }
@@ -402,9 +403,8 @@ class DecodeLoader {
 
   // Address of a query's head; of a row that is not there (-1), the first one's.
   __device__ __forceinline__ const char* query(int row, int head) const {
-    const long long at = row < 0 ? 0
-                                 : static_cast<long long>(row) * p_.q_stride_row +
-                                       static_cast<long long>(head) * p_.q_stride_head;
+    const long long at =
+        row < 0 ? 0 : static_cast<long long>(row) * p_.q_stride_row + static_cast<long long>(head) * p_.q_stride_head;
     return p_.q + at * 2;
   }
 
@@ -420,8 +420,8 @@ class DecodeLoader {
   const WorkItem& item_;
   const PartDesc* part_;
   KvList list_;
-  int live_end_;          // keys of the item that any of its rows has
-  int id_[2], token_[2];  // block and place in it of this lane's keys, or of its run, in the tile to come
+  int live_end_;           // keys of the item that any of its rows has
+  int id_[2], token_[2];   // block and place in it of this lane's keys, or of its run, in the tile to come
   bool has_runs_, dense_;  // tiles of this list may be, the one to come is, four runs
 };
 

@@ -69,7 +69,7 @@ struct PassRecord {
   int begin, stop;  // first tile and one past the last key of the item's first leaf
   // Where positions run on: position of offset 0 and the offsets of the keys that are there; else begin = end.
   int shift, live_begin, live_end;
-  int done;         // 1: no pass, the list has ended
+  int done;  // 1: no pass, the list has ended
 };
 
 // What 32 consecutive keys of a tile have in common.

@@ -129,8 +129,8 @@ class Merge {
   }
 
   // In order. What a state needs is read for many at once, since each read costs the latency of memory: the heads of 32
-  // states by the lanes, which find the factors of all 32 folds at once (a maximum has one value in any order), then the
-  // accumulators of kBatch.
+  // states by the lanes, which find the factors of all 32 folds at once (a maximum has one value in any order), then
+  // the accumulators of kBatch.
   __device__ __forceinline__ State sequential(int begin, int end, int head) const {
     State s = empty();
 #pragma unroll 1

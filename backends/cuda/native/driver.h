@@ -55,8 +55,8 @@ int attnrt_cuda_kernel_attribute(int device, uint64_t kernel, int attribute, int
 int attnrt_cuda_kernel_set_smem(int device, uint64_t kernel, int bytes);
 int attnrt_cuda_kernel_occupancy(int device, uint64_t kernel, int threads, size_t smem, int* ctas);
 
-// A 4-D tensor map (CUtensorMap, 128 bytes on a multiple of 64) of 16-bit elements under the 128-byte swizzle; type is a
-// CUtensorMapDataType, strides (of axes 1 to 3) are bytes.
+// A 4-D tensor map (CUtensorMap, 128 bytes on a multiple of 64) of 16-bit elements under the 128-byte swizzle; type is
+// a CUtensorMapDataType, strides (of axes 1 to 3) are bytes.
 int attnrt_cuda_tensor_map(int device, void* map, int type, uint64_t address, const uint64_t* dims,
                            const uint64_t* strides, const uint32_t* box);
 
@@ -85,8 +85,8 @@ typedef struct {
   int at_maps;  // tensor maps of K and V, one behind the other, whose addresses change with theirs; 0: none
   char* args;   // on a multiple of 64 bytes
 } attnrt_run_t;
-// Nothing was launched: the call has to go the long way. Under capture it is refused there; K or V off 16-byte lines, which
-// tensor maps cannot reach, go to another kernel.
+// Nothing was launched: the call has to go the long way. Under capture it is refused there; K or V off 16-byte lines,
+// which tensor maps cannot reach, go to another kernel.
 enum { ATTNRT_CAPTURING = -2 };
 int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v, uint64_t out, uint64_t lse,
                     float scale, uint64_t stream);
