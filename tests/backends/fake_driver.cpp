@@ -148,7 +148,7 @@ int cuTensorMapReplaceAddress(void* map, void* address) {
   return memcpy(map, &address, sizeof address), 0;
 }
 // The first bytes of the last launch's parameter.
-static char parameter[200];
+static char parameter[208];  // pack.LAUNCH_RUN
 const char* fake_parameter() { return parameter; }
 int cuLaunchKernelEx(const Config* c, void* k, void** parameters, void**) {
   std::string name;

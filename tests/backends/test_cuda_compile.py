@@ -97,7 +97,7 @@ HOPPER_SPECS = {
     "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (16, 48, 16, 48)),
     "window, softcap": (
         {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0))},
-        (0, 40, 64, 112),
+        (16, 48, 64, 112),
     ),
     "alibi": ({"variant": (v.causal(), v.alibi())}, (0, 40, 48, 80)),
     "mask": ({"variant": (v.custom_mask(),)}, (256, 288, 432, 464)),
