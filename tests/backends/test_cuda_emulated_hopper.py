@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import sys
 from pathlib import Path
@@ -165,3 +166,39 @@ def test_ragged():
     out, lse = attn.run(q, (k, w), return_lse=True)
     testing.check(plan, q, (k, w), out, lse)
     assert backend.seen == [True]
+
+
+def far_pages(pages, size, stride_page):
+    """A pool of bfloat16 whose pages lie so many bytes apart, in address space that is not backed by memory until written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # Linux: MAP_NORESERVE
+    try:
+        space = mmap.mmap(-1, stride_page * (pages - 1) + (1 << 20), flags=flags)
+    except (OSError, ValueError) as error:
+        pytest.skip(f"no such address space: {error}")
+    memory = np.frombuffer(space, as_dtype("bfloat16").numpy)
+    return np.lib.stride_tricks.as_strided(memory, (pages, size, 2, 64), (stride_page, 256, 128, 2))
+
+
+@pytest.mark.parametrize("pool", ["backwards", "far"])
+def test_strides_of_any_sign_and_size(pool):
+    """Pages in reverse, and pages 40 GiB apart: the bits of a compact pool."""
+    s, rng = spec(), np.random.default_rng()
+    bf16 = as_dtype("bfloat16").numpy
+    q = rng.standard_normal((70, 4, 64)).astype(np.float32).astype(bf16)
+    index = at.formats.paged([0, 70], [0, 3], np.array([2, 0, 1], np.int32), [90], 32)
+    compact = [rng.standard_normal((3, 32, 2, 64)).astype(np.float32).astype(bf16) for _ in "kv"]
+    if pool == "backwards":
+        other = [np.ascontiguousarray(x[::-1])[::-1] for x in compact]
+        assert other[0].strides[0] < 0
+    else:
+        other = [far_pages(3, 32, 40 << 30) for _ in compact]
+        for to, x in zip(other, compact, strict=True):
+            to[...] = x
+    attn = at.Attention(s, backend=EmulatedHopper(boxes=False), device="cpu")
+    plan = attn.plan(index)
+    results = []
+    for kv in (tuple(compact), tuple(other)):
+        out, lse = attn.run(q, kv, return_lse=True)
+        results.append(testing.Result(out=out, lse=lse))
+    testing.check(plan, q, tuple(compact), results[0].out, results[0].lse)
+    testing.same(*results, pool)
