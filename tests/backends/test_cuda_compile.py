@@ -92,14 +92,14 @@ def test_registers_and_spills(name, arch):
 #: threads 168 registers at entry, the loaders live in 72 or 104, and hooks take theirs from the consumers.
 HOPPER_SPECS = {
     "bf16 128": ({}, (0, 40, 16, 64)),
-    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (0, 0, 0, 0)),
+    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (0, 16, 0, 16)),
     "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (0, 40, 0, 40)),
     "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (16, 48, 16, 48)),
     "window, softcap": (
         {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0))},
-        (16, 48, 64, 112),
+        (32, 48, 80, 112),
     ),
-    "alibi": ({"variant": (v.causal(), v.alibi())}, (0, 40, 48, 80)),
+    "alibi": ({"variant": (v.causal(), v.alibi())}, (32, 40, 48, 80)),
     "mask": ({"variant": (v.custom_mask(),)}, (256, 288, 432, 464)),
 }
 
