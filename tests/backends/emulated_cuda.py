@@ -52,18 +52,18 @@ def emulated_text(spec: Any) -> str:
     return f"{(HERE / 'emulated_cuda.h').read_text().replace('#pragma once', '')}\n{text}\n{entries}\n"
 
 
-def compiled(spec: Any) -> ctypes.CDLL:
-    """The library of a spec, built once per text."""
-    text = emulated_text(spec)
+def build(text: str, flags: list[str] = FLAGS) -> ctypes.CDLL:
+    """The library of a text, built once by g++ with these flags."""
     folder = Path(tempfile.gettempdir()) / "attnrt-emulated"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+    key = hashlib.sha256("\0".join([*flags, text]).encode()).hexdigest()[:24]
+    path = folder / f"{key}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             source, target = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
             source.write_text(text)
             done = subprocess.run(
-                ["g++", *FLAGS, str(source), "-o", str(target)], capture_output=True, text=True, check=False
+                ["g++", *flags, str(source), "-o", str(target)], capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, done.stderr[:4000]
             target.rename(path)
@@ -74,7 +74,7 @@ class EmulatedKernel:
     """attend and merge; ``decode`` forces the choice of kernel, ``early`` lets asynchronous copies land at once."""
 
     def __init__(self, spec: Any, backend: EmulatedCuda) -> None:
-        self.spec, self.backend, self.lib = spec, backend, compiled(spec)
+        self.spec, self.backend, self.lib = spec, backend, build(emulated_text(spec))
         self.itemsize = np.dtype(f"u{tables.as_dtype(spec.kv_dtype).itemsize}").itemsize
 
     def pack_header(self, loaded: Any, target: np.ndarray) -> None:

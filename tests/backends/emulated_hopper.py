@@ -6,15 +6,12 @@ fibers, asynchronous work at random moments), the others by emulated_cuda.py. bf
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import struct
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from emulated_cuda import ASSEMBLY, EmulatedCuda, EmulatedKernel
+from emulated_cuda import ASSEMBLY, EmulatedCuda, EmulatedKernel, build
 
 from attnrt.backends.cuda import boxes, pack, render, tables
 
@@ -59,30 +56,12 @@ def hopper_text(spec: Any) -> str:
     return f"{head}\n{helpers}{text[: text.index('static_assert(sizeof(attnrt::KvMaps)')]}{_RUN}"
 
 
-def compiled(spec: Any) -> ctypes.CDLL:
-    """The library of a spec, built once per text."""
-    text = hopper_text(spec)
-    folder = Path(tempfile.gettempdir()) / "attnrt-emulated"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            source, target = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
-            source.write_text(text)
-            done = subprocess.run(
-                ["g++", *FLAGS, str(source), "-o", str(target)], capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, done.stderr[:4000]
-            target.rename(path)
-    return ctypes.CDLL(str(path))
-
-
 class HopperKernel(EmulatedKernel):
     """attend and merge; ``seen`` lists whether each Hopper launch went by boxes."""
 
     def __init__(self, spec: Any, backend: EmulatedHopper) -> None:
         super().__init__(spec, backend)
-        self.hopper = compiled(spec)
+        self.hopper = build(hopper_text(spec), FLAGS)
 
     def attend(self, call: Any) -> None:
         plan = call.loaded.plan

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +18,7 @@ from attnrt.dtypes import as_dtype
 sys.path.insert(0, str(Path(__file__).parent))
 
 emulated_cuda = pytest.importorskip("emulated_cuda")
-ASSEMBLY, FLAGS, HERE, EmulatedCuda = (
-    getattr(emulated_cuda, name) for name in ("ASSEMBLY", "FLAGS", "HERE", "EmulatedCuda")
-)
+ASSEMBLY, HERE, EmulatedCuda = (getattr(emulated_cuda, name) for name in ("ASSEMBLY", "HERE", "EmulatedCuda"))
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
 
@@ -46,14 +41,7 @@ class Module:
         head = (HERE / "emulated_cuda.h").read_text().replace("#pragma once", "")
         more = "static inline float __fdiv_rn(float a, float b) { return a / b; }\n"
         text = f"{head}\n{'' if '__fdiv_rn' in head else more}{source}\n{entries}\n"
-        path = Path(tempfile.gettempdir()) / f"attnrt-{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
-        if not path.exists():
-            with tempfile.TemporaryDirectory() as folder:
-                file, built = Path(folder) / "a.cpp", Path(folder) / "a.so"
-                file.write_text(text)
-                subprocess.run(["g++", *FLAGS, str(file), "-o", str(built)], check=True)
-                shutil.move(built, path)
-        self.lib = ctypes.CDLL(str(path))
+        self.lib = emulated_cuda.build(text)
 
     def entry(self, name: str):
         return getattr(self.lib, f"emulate_{name}")

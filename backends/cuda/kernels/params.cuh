@@ -124,7 +124,7 @@ struct PlanHeader {
   // Every list may be read in boxes of 2^box_log2 tokens that begin at multiples of so many, whatever pages the cache
   // has, or 2^page_box_log2 where a box must lie in one page; negative: none.
   int box_log2, page_box_log2;
-  int solid;  // no list has a hole or names a block outside the pool
+  int solid;  // no list has a hole; 0 where lists lie on the device, because nobody has looked
   int num_items;
   int pad;
   RulerDesc rulers[kMaxClasses];
