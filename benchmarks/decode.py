@@ -122,10 +122,11 @@ def targets(groups: dict[str, list[str]]) -> list[Target]:
 def providers(mode: str) -> list[Provider]:
     """Ours in the modes asked for, then the peers."""
     from ours import Ours
-    from peers import FlashAttention3Cache, FlashInferBatch, FlashInferDecode
+    from peers import FlashAttention3Cache, FlashInferBatch, FlashInferDecode, FlashInferXqa
 
     modes = ("batch", "run") if mode == "both" else (mode,)
-    peers = (FlashInferDecode(True), FlashInferDecode(False), FlashInferBatch(), FlashAttention3Cache())
+    flashinfer = (FlashInferDecode(True), FlashInferDecode(False), FlashInferXqa(), FlashInferBatch())
+    peers = (*flashinfer, FlashAttention3Cache())
     return [*(Ours(m) for m in modes), *peers]
 
 

@@ -6,6 +6,7 @@ Plans are made, and layouts a library wants are built, in ``prepare``: only what
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "FlashInferPaged",
     "FlashInferPerHead",
     "FlashInferTwo",
+    "FlashInferXqa",
     "installed",
     "workspace",
 ]
@@ -170,6 +172,42 @@ class FlashInferBatch(FlashInfer):
         return Ready(
             run=lambda: wrapper.run(case.q, (case.k, case.v), out=out, lse=lse), out=out, keep=wrapper
         )
+
+
+class FlashInferXqa(FlashInfer):
+    """flashinfer.xqa: its decode kernel from TensorRT-LLM, compiled for each group, page size and type."""
+
+    name = "flashinfer-xqa"
+
+    def prepare(self, case: Case) -> Ready:
+        plain(case)
+        if case.qo_lens.max() > 1:
+            raise Absent("one query per request")
+        if case.page not in (16, 32, 64, 128):
+            raise Absent("pages of 16 to 128 only")
+        module = import_module("flashinfer.xqa")  # the package's own name of that is the function
+        group = case.heads // case.kv_heads
+        try:
+            form = (case.q.dtype, case.k.dtype, case.page, case.head_dim, group, False, case.q.dtype, 1)
+            module.get_xqa_module(*form)
+        except Exception as error:
+            raise Absent(f"not compiled for groups of {group} ({type(error).__name__})") from error
+        count, most = len(case.lens), int(np.diff(case.indptr).max())
+        table = np.zeros((count, most), np.int32)
+        for r, (a, b) in enumerate(zip(case.indptr, case.indptr[1:], strict=False)):
+            table[r, : b - a] = case.pages[a:b]
+        pages = torch.from_numpy(table).cuda()
+        lens = torch.from_numpy(case.lens.astype(np.uint32)[:, None]).cuda()
+        semaphores = torch.zeros(8 << 20, dtype=torch.uint8, device="cuda").view(torch.uint32)
+        scratch = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        q = case.q.view(count, 1, case.heads, case.head_dim)
+        out = torch.empty_like(q)
+        fixed = (out, scratch, semaphores, case.kv_heads, case.page)
+
+        def run() -> None:
+            module.xqa(q, case.k, case.v, pages, lens, *fixed, q_scale=1.0, kv_scale=1.0)
+
+        return Ready(run=run, out=out, view=lambda x: x.view(case.q.shape))
 
 
 class FlashInferTwo(FlashInfer):

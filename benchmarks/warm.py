@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 #: What is compiled, the most used first.
-GROUPS = ("decode", "small", "fa2", "fa3", "batch", "fp8", "positions", "variants", "dims")
+GROUPS = ("decode", "small", "fa2", "fa3", "batch", "fp8", "xqa", "positions", "variants", "dims")
 
 
 def specs(groups: tuple[str, ...] = GROUPS) -> list[tuple[Callable[[], Any], str]]:
@@ -38,6 +38,7 @@ def specs(groups: tuple[str, ...] = GROUPS) -> list[tuple[Callable[[], Any], str
     import torch
     from flashinfer import jit
     from flashinfer.jit import cascade, page, quantization
+    from flashinfer.jit import xqa as decoder
 
     bf16, fp8, i32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
 
@@ -58,6 +59,9 @@ def specs(groups: tuple[str, ...] = GROUPS) -> list[tuple[Callable[[], Any], str
     def batch() -> Any:
         return jit.gen_batch_attention_module(bf16, bf16, bf16, i32, 128, 128, 0, False, False)
 
+    def xqa(kv: Any, group: int) -> Callable[[], Any]:
+        return lambda: decoder.gen_xqa_module(bf16, kv, 16, 128, group, False, bf16)
+
     made: dict[str, list[tuple[Callable[[], Any], str]]] = {
         "decode": [(decode(bf16), "")],
         "small": [
@@ -69,6 +73,7 @@ def specs(groups: tuple[str, ...] = GROUPS) -> list[tuple[Callable[[], Any], str
         "fa3": [(prefill("fa3"), "p0 p1 r0 r1")],
         "batch": [(batch, "p1")],
         "fp8": [(prefill("fa2", fp8), "p0 p1"), (decode(fp8), "")],
+        "xqa": [(xqa(kv, group), "") for kv, group in ((bf16, 4), (bf16, 8), (bf16, 16), (fp8, 4), (fp8, 8))],
         "variants": [
             (prefill("fa3", cap=True), "r1"),
             (prefill("fa3", window=True), "r1"),
