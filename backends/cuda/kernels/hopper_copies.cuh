@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of Q, K and V as the Hopper prefill family's loaders copy them one by one into a swizzled tile: 16 bytes at a
+// time, or number by number; the bits are the same.
+#pragma once
+#include "hopper_layout.cuh"
+#include "loader.cuh"
+
+namespace attnrt {
+
+// A row in global memory as a multiple of 16 bytes from the tensor's start: 32 GiB before and behind it (strides may be
+// negative). Rows beyond that take copy_far.
+constexpr int kNoUnit = -0x7fffffff - 1;
+__device__ __forceinline__ bool is_near(long long element) {
+  return element == kNoRow || static_cast<unsigned long long>((element >> 3) + 0x7fffffff) <= 0xfffffffeull;
+}
+__device__ __forceinline__ int unit_of(long long element) {
+  return element == kNoRow ? kNoUnit : static_cast<int>(element >> 3);
+}
+
+// Copies 32 rows of kColumns 16-bit elements into rows row0... (row0 a multiple of 32) of a swizzled tile: lane i holds
+// the place of row row0 + i. kAll: all are there.
+template <int kColumns, int kSlab, bool kAll>
+__device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int row0, int unit, int lane) {
+  constexpr int kChunks = kColumns / 8;        // 16-byte chunks per row: 8 or 16, or 24, 32
+  constexpr int kPer = kChunks >= 16 ? 2 : 4;  // rows per instruction
+  constexpr int kLanes = 32 / kPer;            // lanes per row
+  const int sub = lane / kLanes, chunk0 = lane % kLanes;
+  const char* mine = src + chunk0 * 16;
+  const unsigned to = tile + chunk0 / 8 * kSlab + (row0 + sub) * 128 + ((chunk0 ^ sub) & 7) * 16;
+#pragma unroll
+  for (int i = 0; i < 32; i += kPer) {
+    const int from = __shfl_sync(0xffffffffu, unit, i + sub);
+    const bool there = kAll || from != kNoUnit;
+    const char* at = mine + (there ? static_cast<long long>(from) * 16 : 0);
+#pragma unroll
+    for (int c = 0; c < kChunks; c += kLanes) {
+      const unsigned dst = (to ^ (i & 7) * 16) + i * 128 + c / 8 * kSlab;
+      if (kChunks % kLanes == 0 || c + chunk0 < kChunks) ptx::cp_async16(dst, at + c * 16, there ? 16 : 0);
+    }
+  }
+}
+
+// The same for rows anywhere; lane i holds the offset of row row0 + i in elements.
+template <int kColumns, int kSlab>
+__device__ __forceinline__ void copy_far(const char* src, unsigned tile, int row0, long long offset, int lane) {
+#pragma unroll 1
+  for (int i = 0; i < 32; ++i) {
+    const long long from = __shfl_sync(0xffffffffu, offset, i);
+    const unsigned dst = tile + lane / 8 * kSlab + (row0 + i) * 128 + ((lane ^ (row0 + i)) & 7) * 16;
+    const char* at = src + (from == kNoRow ? 0 : from) * 2 + lane * 16;
+    if (lane < kColumns / 8) ptx::cp_async16(dst, at, from == kNoRow ? 0 : 16);
+  }
+}
+
+template <int kColumns, int kSlab>
+__device__ __forceinline__ void gather_rows(const char* src, unsigned tile, int row0, long long offset, int lane) {
+  if (!__all_sync(0xffffffffu, is_near(offset))) return copy_far<kColumns, kSlab>(src, tile, row0, offset, lane);
+  const int unit = unit_of(offset);
+  if (__all_sync(0xffffffffu, unit != kNoUnit)) return copy_rows<kColumns, kSlab, true>(src, tile, row0, unit, lane);
+  copy_rows<kColumns, kSlab, false>(src, tile, row0, unit, lane);
+}
+
+// The same, number by number, for rows that 16-byte copies cannot reach.
+template <int kColumns, int kSlab>
+__device__ __forceinline__ void gather_numbers(const char* src, unsigned tile, int row0, long long offset, int lane) {
+#pragma unroll 1
+  for (int i = 0; i < 32; ++i) {
+    const long long from = __shfl_sync(0xffffffffu, offset, i);
+    const int row = row0 + i;
+#pragma unroll 1
+    for (int d = lane * 2; d < kColumns; d += 64) {
+      const unsigned short* at = reinterpret_cast<const unsigned short*>(src) + (from == kNoRow ? 0 : from) + d;
+      const unsigned x = from == kNoRow ? 0u : at[0] | static_cast<unsigned>(at[1]) << 16;
+      ptx::st_shared(tile + d / 64 * kSlab + row * 128 + ((d / 8 ^ row) & 7) * 16 + d % 8 * 2, x);
+    }
+  }
+}
+
+// By 16-byte copies where `vectors`, else number by number: the bits are the same. Offsets in elements.
+template <int kColumns, int kSlab>
+__device__ __forceinline__ void gather_any(bool vectors, const char* src, unsigned tile, int row0, long long offset,
+                                           int lane) {
+  if (vectors) {
+    gather_rows<kColumns, kSlab>(src, tile, row0, offset, lane);
+  } else {
+    gather_numbers<kColumns, kSlab>(src, tile, row0, offset, lane);
+  }
+}
+
+}  // namespace attnrt

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loader of single keys: all four warps copy rows by 16-byte asynchronous copies from any slots; dead rows are
+// zeros, nothing is read for them. Copies arrive on the barrier by themselves, so that a warp never waits for one;
+// consumers then order their products after them (kConsumersFence).
+#pragma once
+#include "hopper_tables.cuh"
+
+namespace attnrt {
+
+template <class Config, class Variant>
+class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
+  using L = HopperLayout<Config, Variant>;
+  using Base = HopperTables<Config, Variant, Loading::gather>;
+  using Base::bar, Base::base_, Base::describe, Base::describe_runs, Base::fetch_query, Base::kNoShift, Base::lane_;
+  using Base::meta_, Base::p_, Base::query_offset, Base::vector_queries, Base::wait_queries, Base::walk_tiles;
+  using Base::warp_, Base::write_pass, Base::write_row;
+  using typename Base::Query, typename Base::Tile;
+
+ public:
+  // Arrivals that complete a full barrier: copies come from every thread, tables from every warp.
+  static constexpr int kArrivalsQ = 132;
+  static constexpr int kArrivalsK = 132;
+  static constexpr int kArrivalsV = 128;
+  static constexpr bool kConsumersFence = true;
+
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    static_assert(L::kTile == 128, "a warp brings 32 keys");
+    int t = 0, count = 0, before_head = 0;
+    int before = -1;  // V of the tile before is still to come
+    walk_tiles([&](const WorkItem& item, const PartDesc& part, int head,
+                   int first) { gather_queries(item, part, head, first, count++); },
+               [&](const Tile& tile, int head, long long slot, int pos) {
+                 const int stage = t % L::kStages;
+                 const long long k = slot < 0 ? kNoRow : slot_offset(p_.k, static_cast<unsigned>(slot), head);
+                 ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
+                 gather_any<L::kDim, L::kSlabKv>(p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK,
+                                                 warp_ * 32, k, lane_);
+                 arrive(bar(meta_.k_full[stage]), p_.k.vectors);
+                 if (!L::kNeedsKeys && tile.shift != kNoShift) {
+                   if (lane_ == 0) describe_runs(tile, stage, warp_);
+                 } else {
+                   const KeyRange range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
+                   if (lane_ == 0) meta_.range[stage][warp_] = range;
+                 }
+                 __syncwarp();
+                 if (lane_ == 0) ptx::mbar_arrive(bar(meta_.k_full[stage]));
+                 if (t > 0) gather_v(t - 1, before, before_head);
+                 before = static_cast<int>(slot);
+                 before_head = head;
+                 ++t;
+               });
+    if (t > 0) gather_v(t - 1, before, before_head);
+    wait_queries(count);
+    if (warp_ == 0 && lane_ == 0) meta_.pass[count & 1].done = 1;
+    ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+    __syncwarp();
+    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+  }
+
+ private:
+  __device__ __forceinline__ void gather_queries(const WorkItem& item, const PartDesc& part, int head, int first,
+                                                 int count) {
+    const int buffer = count & 1;
+    wait_queries(count);
+#pragma unroll 1
+    for (int row = warp_ * 32; row < L::kRows; row += 128) {
+      const Query query = fetch_query(item, part, first + row + lane_);
+      gather_any<L::kDim, L::kSlabQ>(vector_queries(), p_.q, base_ + buffer * L::kBytesQ, row,
+                                     query_offset(item, part, head, first + row + lane_), lane_);
+      write_row(item, part, head, first, row + lane_, query, buffer);
+    }
+    if (warp_ == 0) write_pass(item, part, head, first, buffer);
+    arrive(bar(meta_.q_full[buffer]), vector_queries());
+    __syncwarp();
+    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[buffer]));
+  }
+
+  // This thread's copies arrive when they are done; what it stored itself is done.
+  __device__ __forceinline__ static void arrive(unsigned full, bool copies) {
+    if (copies) {
+      ptx::cp_async_mbar_arrive_noinc(full);
+    } else {
+      ptx::mbar_arrive(full);
+    }
+  }
+
+  __device__ __forceinline__ void gather_v(int t, int slot, int head) {
+    const int stage = t % L::kStages;
+    ptx::mbar_wait(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
+    const long long from = slot < 0 ? kNoRow : slot_offset(p_.v, static_cast<unsigned>(slot), head);
+    gather_any<L::kDimVo, L::kSlabKv>(p_.v.vectors, p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV, warp_ * 32,
+                                      from, lane_);
+    arrive(bar(meta_.v_full[stage]), p_.v.vectors);
+  }
+};
+
+}  // namespace attnrt

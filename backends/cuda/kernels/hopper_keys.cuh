@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+// The keys of a worker's tiles, as a loader of the Hopper prefill family walks them: which block and slot each has, and
+// what consumers are told of them.
+#pragma once
+#include "hopper_layout.cuh"
+
+namespace attnrt {
+
+template <class Config, class Variant, Loading kHow>
+class HopperKeys {
+  using L = HopperLayout<Config, Variant>;
+  using M = HopperMeta<L>;
+
+ public:
+  __device__ __forceinline__ HopperKeys(const RunParams& p, const ParamRef* params, const KvMaps& maps, char* smem)
+      : p_(p),
+        params_(params),
+        maps_(maps),
+        base_(ptx::smem_addr(smem)),
+        meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
+    lane_ = threadIdx.x % 32;
+    warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+  }
+
+ protected:
+  // A tile as offsets in the request: its first key, the keys that the item wants, the keys that exist in memory.
+  struct Tile {
+    int offset;
+    int low, high;
+    int live_low, live_high;
+    int shift;  // from an offset to its position, kNoShift: blocks say where they lie, or some are holes
+  };
+  static constexpr int kNoShift = -0x7fffffff;
+
+  // A lane looks up the first key of its box (boxes) or its own key (gather): `at` is the key's place in the tile.
+  __device__ __forceinline__ int lookup_key() const {
+    return kHow == Loading::boxes ? lane_ << maps_.box_log2 : warp_ * 32 + lane_;
+  }
+
+  // Listed block of the key at an offset, or -1. The load is issued a tile ahead: its latency is that of L2 or worse.
+  __device__ __forceinline__ int fetch_block(const PartDesc& part, const KvList& list, const Tile& tile,
+                                             int offset) const {
+    const int key = offset + lookup_key();
+    const int span = kHow == Loading::boxes ? 1 << maps_.box_log2 : 1;  // a box may begin before what is live in it
+    if (key + span <= tile.live_low || key >= min(tile.live_high, offset + L::kTile)) return -1;
+    if (!list.indices) return 0;
+    unsigned block, token;
+    part.block.split(key - list.offset, block, token);
+    return static_cast<int>(block) < list.entries ? list.indices[block] : -1;
+  }
+
+  // Slot and position of the key whose block that is; slot -1: no key.
+  __device__ __forceinline__ long long slot_in(const PartDesc& part, const KvList& list, int offset, int id,
+                                               int& pos) const {
+    const int j = offset + lookup_key() - list.offset;
+    pos = list.pos + j;
+    if (id < 0) return -1;
+    long long slot = list.base + j;
+    if (list.indices) {
+      unsigned block, token;
+      part.block.split(j, block, token);
+      slot = static_cast<long long>(id) * part.block.divisor + token;
+      if (list.block_pos) pos = list.block_pos[block] + static_cast<int>(token);
+    }
+    return slot < p_.k.num_slots ? slot : -1;
+  }
+
+  // Writes 32 keys of the key table (this lane's key is there if slot >= 0) and returns what they have in common.
+  __device__ __forceinline__ KeyRange describe(const Tile& tile, int stage, int key, long long slot, int pos) const {
+    const int offset = tile.offset + key;
+    const bool live = slot >= 0 && offset >= tile.low && offset < tile.high;
+    meta_.pos[stage][key] = live ? pos : kDeadKey;
+    if constexpr (L::kNeedsSlots) meta_.slot[stage][key] = live ? static_cast<int>(slot) : 0;
+    const unsigned there = __ballot_sync(0xffffffffu, live);
+    KeyRange range;
+    range.low = __reduce_min_sync(0xffffffffu, live ? pos : 0x7fffffff);
+    range.high = __reduce_max_sync(0xffffffffu, live ? pos : kDeadKey);
+    range.base = 0;
+    range.kind = there == 0xffffffffu ? kKeysLive : 0;
+    if (there == 0) {
+      range.kind = kKeysRun;
+    } else {
+      const int first = __ffs(there) - 1;
+      const unsigned filled = there >> first;
+      range.base = range.low - first;
+      // One run of keys, each where the lowest position says that it is.
+      if (__all_sync(0xffffffffu, !live || pos - lane_ == range.base) && (filled & (filled + 1)) == 0) {
+        range.kind |= kKeysRun;
+      }
+    }
+    return range;
+  }
+
+  // The same by four lanes, without a look at any key, where positions run on.
+  __device__ __forceinline__ void describe_runs(const Tile& tile, int stage, int part) const {
+    const int first = tile.offset + part * 32;
+    const int low = max(tile.low, first), high = min(tile.high, first + 32) - 1;
+    KeyRange range = {0x7fffffff, kDeadKey, 0, kKeysRun};
+    if (low <= high) {
+      range = {low + tile.shift, high + tile.shift, first + tile.shift, kKeysRun | (high - low == 31 ? kKeysLive : 0)};
+    }
+    meta_.range[stage][part] = range;
+  }
+
+  // Bounds of what exists in memory under a block row. A list may hold more than its live range; the item may want less
+  // of it.
+  __device__ __forceinline__ void live_range(const WorkItem& item, const PartDesc& part, const KvList& list, int head,
+                                             int& low, int& high) const {
+    const int entry = item.row * part.heads + (part.heads > 1 ? head : 0);
+    low = list.offset + part.kv_begin[entry];
+    high = min(list.offset + part.kv_end[entry], bound_limit(p_, item, part));
+  }
+
+  __device__ __forceinline__ void want(const WorkItem& item, const PartDesc& part, const KvList& list, int head,
+                                       Tile& tile) const {
+    live_range(item, part, list, head, tile.live_low, tile.live_high);
+    tile.low = max(item.kv_begin, tile.live_low);
+    tile.high = min(item.kv_end, tile.live_high);
+    tile.shift = list.block_pos || !p_.plan->solid ? kNoShift : list.pos - list.offset;
+    if (list.indices) {
+      const long long listed = list.offset + static_cast<long long>(list.entries) * part.block.divisor;
+      tile.high = static_cast<int>(min(static_cast<long long>(tile.high), listed));
+    }
+  }
+
+  // Reads what a walk will ask of the item after this one, so that it lies in the first-level cache by then: the walk's
+  // chain of dependent loads would else cost a few thousand clocks at every item. For one warp that has time.
+  __device__ __forceinline__ void look_ahead(const WorkItem& item) const {
+    const WorkItem* next = &item + 1;
+    if (next >= p_.plan->work + p_.plan->worker_indptr[p_.plan->num_workers + blockIdx.x + 1]) return;
+    const PartDesc& part = p_.plan->parts[next->part];
+    KvList list;
+    list.open(part, next->row, next->head_begin);
+    Tile tile;
+    live_range(*next, part, list, next->head_begin, tile.live_low, tile.live_high);
+    int stop;
+    leaf_range<L::kTile>(p_, *next, next->leaf_begin, tile.offset, stop);
+    ptx::loaded(fetch_block(part, list, tile, tile.offset));
+    ptx::loaded(list.pos + static_cast<int>(list.base));
+    const int query = next->q_begin + lane_;
+    if (query < next->q_end) ptx::loaded(part.request[query] + part.qo_pos[query]);
+  }
+
+  // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's lookup
+  // key.
+  // open(item, part, head, first) comes before the tiles of each pass.
+  template <class Open, class F>
+  __device__ __forceinline__ void walk_tiles(Open&& open, F&& f) {
+    walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
+      const PartDesc& part = p_.plan->parts[item.part];
+      open(item, part, head, first);
+      KvList list;
+      list.open(part, item.row, head);
+      Tile tile;
+      want(item, part, list, head, tile);
+#pragma unroll 1
+      for (int leaf = item.leaf_begin; leaf < max(item.leaf_end, item.leaf_begin + 1); ++leaf) {
+        int stop;
+        leaf_range<L::kTile>(p_, item, leaf, tile.offset, stop);
+        int id = fetch_block(part, list, tile, tile.offset);
+#pragma unroll 1
+        for (; tile.offset < stop; tile.offset += L::kTile) {
+          const int next = fetch_block(part, list, tile, tile.offset + L::kTile);
+          int pos;
+          const long long slot = slot_in(part, list, tile.offset, id, pos);
+          f(tile, head, slot, pos);
+          id = next;
+        }
+      }
+    });
+  }
+
+  __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
+
+  const RunParams& p_;
+  const ParamRef* params_;
+  const KvMaps& maps_;
+  const unsigned base_;
+  M& meta_;
+  int lane_, warp_;
+};
+
+}  // namespace attnrt

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// What becomes of a leaf's O: folded onto the leaves before it, stored as a state, or divided and written as rows.
+#pragma once
+#include "hopper_softmax.cuh"
+
+namespace attnrt {
+
+template <class Config, class Variant>
+class HopperResults : public HopperSoftmax<Config, Variant> {
+  using L = HopperLayout<Config, Variant>;
+  using Base = HopperSoftmax<Config, Variant>;
+
+ protected:
+  using Base::Base, Base::context, Base::kO, Base::lane_, Base::meta_, Base::p_, Base::params_, Base::row_of;
+  using Base::scale_;
+
+  // What is known of a leaf before its last product: after this its pass's tables are not read any more.
+  enum class Fate { nothing, state, rows };
+  struct Closing {
+    Fate fate;
+    bool folds, first;
+    float m[2], l[2];
+    FinishRow row[2];
+    long long to[2];  // element of the output row, or row of the partial states; kNothing: none
+    Ctx ctx[2];
+  };
+
+  // ------------------------------------------------------------------ the end of a leaf
+  // The quad's sums, the maxima as base-2 logits, the fold onto the leaves before, what divides the rows.
+  __device__ __forceinline__ void close_leaf(Closing& closing, int pass, int leaf, bool ends, const float (&m)[2],
+                                             const float (&l)[2]) const {
+    const PassRecord& record = meta_.pass[pass & 1];
+    const WorkItem& item = record.item;
+    closing.folds = Config::folds && item.fold && item.leaf_end - item.leaf_begin > 1;
+    closing.first = leaf == 0;
+    closing.fate =
+        item.slot < 0 ? (ends ? Fate::rows : Fate::nothing) : (!item.fold || ends ? Fate::state : Fate::nothing);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = l[half];
+      if constexpr (Variant::use_softmax) {
+        x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, 1));
+        x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, 2));
+      }
+      closing.l[half] = x;
+      closing.m[half] = Variant::use_softmax ? __fmul_rn(m[half], scale_) : m[half];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Ctx c = closing.ctx[half] = context(pass, row_of(half));
+      closing.to[half] = kNothing;
+      if (closing.fate == Fate::rows) {
+        if (c.qo_row >= 0) closing.to[half] = c.qo_row * p_.out_stride_row + c.qo_head * p_.out_stride_head;
+      } else if (c.qo_row >= 0) {
+        const int query = (record.first + row_of(half)) / Config::group, part = item.fold ? 0 : leaf;
+        closing.to[half] =
+            (static_cast<long long>(item.slot) + part * (item.q_end - item.q_begin) + query) * p_.num_qo_heads +
+            c.qo_head;
+      }
+    }
+    if (closing.fate == Fate::rows && !closing.folds) divide(closing);
+  }
+
+  // What rows are divided by, and their log-sum-exp: even lanes for one row, odd lanes for the other.
+  __device__ __forceinline__ void divide(Closing& closing) const {
+    const bool odd = lane_ & 1;
+    const Ctx c = odd ? closing.ctx[1] : closing.ctx[0];
+    const FinishRow row =
+        finish_head<Variant>(params_, c, odd ? closing.m[1] : closing.m[0], odd ? closing.l[1] : closing.l[0]);
+    if (lane_ % 4 < 2 && c.qo_row >= 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      closing.row[half] = {__shfl_sync(0xffffffffu, row.inverse, lane_ / 4 * 4 + half), 0.0f};
+    }
+  }
+
+  // Leaf onto total, where the result is. O itself stays as it is: a changed O that came back into the loop by a branch
+  // would make ptxas serialise the products (C7514).
+  __device__ __forceinline__ void fold(Closing& closing, float (&total)[kO + 4], const float (&o)[kO]) const {
+    volatile float* memory = total;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total_m = closing.first ? neg_inf() : memory[kO + half];
+      const float total_l = closing.first ? 0.0f : memory[kO + 2 + half];
+      const Fold f = fold_head<Variant::use_softmax>(total_m, total_l, closing.m[half], closing.l[half]);
+      memory[kO + half] = closing.m[half] = f.m;
+      memory[kO + 2 + half] = closing.l[half] = f.l;
+#pragma unroll
+      for (int i = 0; i < kO; ++i) {
+        if (i / 2 % 2 != half) continue;
+        memory[i] = closing.first ? o[i] : fold_acc(f, memory[i], o[i]);
+      }
+    }
+    if (closing.fate == Fate::rows) divide(closing);
+  }
+
+  // ------------------------------------------------------------------ results
+  // What becomes of a leaf: folded onto those before it, stored as a state, or, at the end of its pass, finished rows.
+  __device__ __forceinline__ void results(Closing& closing, const float (&o)[kO], float (&total)[kO + 4]) const {
+    if constexpr (Config::folds) {
+      if (closing.folds) {
+        fold(closing, total, o);
+        const volatile float* memory = total;
+        return emit(closing, [&](int i) { return memory[i]; });
+      }
+    }
+    emit(closing, [&](int i) { return o[i]; });
+  }
+
+  template <class Get>
+  __device__ __forceinline__ void emit(const Closing& closing, Get&& o) const {
+    if (closing.fate == Fate::state) store_state(closing, o);
+    if (closing.fate == Fate::rows) finish(closing, o);
+  }
+
+  template <class Get>
+  __device__ __forceinline__ void store_state(const Closing& closing, Get&& o) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const long long at = closing.to[half];
+      if (at == kNothing) continue;
+      if (lane_ % 4 == 0) {
+        reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(closing.m[half], closing.l[half]);
+      }
+      float* to = p_.plan->partial_acc + at * L::kDimVo + lane_ % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < L::kDimVo / 8; ++n) {
+        *reinterpret_cast<float2*>(to + n * 8) = make_float2(o(4 * n + 2 * half), o(4 * n + 2 * half + 1));
+      }
+    }
+  }
+
+  // Element col of a finished row, before the cast.
+  __device__ __forceinline__ float finished(const Ctx& c, const FinishRow& row, int col, float acc) const {
+    const float x = row.inverse == 0.0f ? 0.0f : __fmul_rn(acc, row.inverse);
+    if constexpr (Variant::has_output) return Variant::output(params_, c, col, x);
+    return x;
+  }
+
+  // Divides and writes rows: 16 bytes at a time where the output allows it, else element by element, in code of its
+  // own: a branch inside the loop cost more than everything else here.
+  template <class Get>
+  __device__ __forceinline__ void finish(const Closing& closing, Get&& o) const {
+    if constexpr (kBytes<Config::out_type> == 2) {
+      const bool vectors =
+          ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
+      if (vectors) return store_rows(closing, o);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (closing.to[half] == kNothing) continue;
+      auto* out = reinterpret_cast<typename Bits<Config::out_type>::type*>(p_.out) + closing.to[half] + lane_ % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < L::kDimVo / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float x =
+              finished(closing.ctx[half], closing.row[half], n * 8 + lane_ % 4 * 2 + e, o(4 * n + 2 * half + e));
+          out[n * 8 + e] = from_float<Config::out_type>(x);
+        }
+    }
+  }
+
+  // A quad holds four columns' worth of 16 bytes in pairs of elements: a 4 x 4 transposition among its lanes gives each
+  // lane 16 bytes of its own.
+  template <class Get>
+  __device__ __forceinline__ void store_rows(const Closing& closing, Get&& o) const {
+    const int lane = lane_ % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      char* out = p_.out + closing.to[half] * 2 + lane * 16;
+#pragma unroll
+      for (int n = 0; n < L::kDimVo / 8; n += 4) {
+        unsigned x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = 4 * (n + i) + 2 * half, col = (n + i) * 8 + lane * 2;
+          x[i] =
+              ptx::pack2<kHalf<Config::out_type>>(finished(closing.ctx[half], closing.row[half], col, o(at)),
+                                                  finished(closing.ctx[half], closing.row[half], col + 1, o(at + 1)));
+        }
+        transpose<1>(x[0], x[1]);
+        transpose<1>(x[2], x[3]);
+        transpose<2>(x[0], x[2]);
+        transpose<2>(x[1], x[3]);
+        if (closing.to[half] != kNothing) {
+          *reinterpret_cast<uint4*>(out + n * 16) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+      }
+    }
+  }
+
+  // Exchanges a of the lanes that have bit kBit with b of those that have not.
+  template <int kBit>
+  __device__ __forceinline__ void transpose(unsigned& a, unsigned& b) const {
+    const bool high = lane_ & kBit;
+    const unsigned other = __shfl_xor_sync(0xffffffffu, high ? a : b, kBit);
+    a = high ? other : a;
+    b = high ? b : other;
+  }
+
+  static constexpr long long kNothing = -0x7fffffffffffffffLL - 1;
+};
+
+}  // namespace attnrt

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// From scores to weights: hooks on scores, the running maximum, exponentials and their sums (hopper_attend.cuh says
+// what is fixed about their order).
+#pragma once
+#include "hopper_masks.cuh"
+
+namespace attnrt {
+
+template <class Config, class Variant>
+class HopperSoftmax : public HopperMasks<Config, Variant> {
+  using L = HopperLayout<Config, Variant>;
+  using Base = HopperMasks<Config, Variant>;
+
+ protected:
+  using Base::Base, Base::scale_;
+  using Base::base_, Base::kS, Base::lane_, Base::mask_bits, Base::meta_, Base::negate_, Base::p_, Base::params_;
+  using typename Base::Row, typename Base::View;
+  static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
+  static constexpr int kO = L::kDimVo / 2;
+
+  // Hooks on the scores of tile t.
+  __device__ __forceinline__ void hooks(float (&s)[kS], const Row (&rows)[2], int t) const {
+    const int stage = t % L::kStages;
+    if constexpr (Variant::has_logits || !Variant::use_softmax) {
+#pragma unroll
+      for (int n = 0; n < L::kTile / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int key = n * 8 + lane_ % 4 * 2 + e;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            Ctx c = rows[half].ctx;
+            c.kv_pos = meta_.pos[stage][key];
+            if constexpr (L::kNeedsSlots) c.kv_slot = meta_.slot[stage][key];
+            float& x = s[4 * n + 2 * half + e];
+            x = Variant::logits(params_, rows[half].hook, c, x * p_.sm_scale);
+          }
+        }
+    }
+  }
+
+  // Hooks and masks; without hooks a tile that all rows see whole is left alone.
+  __device__ __forceinline__ void logits(float (&s)[kS], const Row (&rows)[2], int t, int offset,
+                                         const View& view) const {
+    const int stage = t % L::kStages;
+    hooks(s, rows, t);
+    if (negate_) {
+#pragma unroll
+      for (int i = 0; i < kS; ++i) s[i] = -s[i];
+    }
+    if (view.all) return;
+    mask_bits(s, view);
+  }
+
+  // The new maximum; top is what exponents subtract, shrink what l and O have to be multiplied by.
+  __device__ __forceinline__ void raise(const float (&s)[kS], float (&m)[2], float (&top)[2],
+                                        float (&shrink)[2]) const {
+    shrink[0] = shrink[1] = 1.0f;
+    if constexpr (!Variant::use_softmax) {
+      m[0] = m[1] = 0.0f;
+      return;
+    }
+    float chain[2][4];  // as many as hide the latency of a maximum
+#pragma unroll
+    for (int i = 0; i < 8; ++i) chain[i / 4][i % 4] = fmaxf(m[i / 4], s[i / 4 * 2 + i % 2 + i % 4 / 2 * 4]);
+#pragma unroll
+    for (int n = 2; n < kS / 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = chain[i / 2][n % 2 * 2 + i % 2];
+        x = fmaxf(x, s[4 * n + i]);
+      }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = fmaxf(fmaxf(chain[half][0], chain[half][1]), fmaxf(chain[half][2], chain[half][3]));
+      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+      // Rows that see nothing yet subtract 0: every weight is 2^-inf.
+      top[half] = x == neg_inf() ? 0.0f : __fmul_rn(x, scale_);
+      const float before = __fmul_rn(m[half], scale_);  // -inf stays -inf
+      shrink[half] = ptx::ex2(__fsub_rn(before, top[half]));
+      m[half] = x;
+    }
+    // A store that never happens, but only the maxima can tell: ptxas would else sink all of this below the wait for
+    // the product under which it is meant to run.
+    ptx::computed(shrink[0] + shrink[1], base_);
+  }
+
+  // Weights 2^(s c - m c) as 16-bit operands, and their sums.
+  __device__ __forceinline__ void weights(float (&s)[kS], unsigned (&w)[kS / 2], float (&l)[2], const float (&top)[2],
+                                          const float (&shrink)[2]) const {
+    float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < kS / 4; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float x = s[4 * n + 2 * half], y = s[4 * n + 2 * half + 1];
+        if constexpr (Variant::use_softmax) {
+          x = ptx::ex2(__fmaf_rn(x, scale_, -top[half]));
+          y = ptx::ex2(__fmaf_rn(y, scale_, -top[half]));
+          sum[half] = __fadd_rn(sum[half], __fadd_rn(x, y));
+        }
+        w[2 * n + half] = ptx::pack2<kH>(x, y);
+      }
+    if constexpr (!Variant::use_softmax) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) l[half] = __fmaf_rn(l[half], shrink[half], sum[half]);
+  }
+
+  __device__ __forceinline__ void rescale(float (&o)[kO], const float (&shrink)[2]) const {
+    if constexpr (!Variant::use_softmax) return;
+    if (__all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < kO; ++i) o[i] *= shrink[i / 2 % 2];
+  }
+};
+
+}  // namespace attnrt
