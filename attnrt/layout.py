@@ -129,14 +129,12 @@ class Limits:
             object.__setattr__(self, item.name, int(value))
 
     def narrow(self, traits: Traits) -> Traits:
-        """The traits with no more workers than a plan may use; a team keeps its share of the machine."""
-        if self.max_workers is None or self.max_workers >= traits.num_workers:
+        """The traits with no more workers than a plan may use; teams keep their share of the machine."""
+        most, own = self.max_workers, traits.num_workers
+        if most is None or most >= own:
             return traits
-        team = traits.team
-        if team is not None:
-            share = max(1, team.num_workers * self.max_workers // traits.num_workers)
-            team = replace(team, num_workers=share)
-        return replace(traits, num_workers=self.max_workers, team=team)
+        teams = [replace(t, num_workers=max(1, t.num_workers * most // own)) for t in traits.teams]
+        return replace(traits, num_workers=most, teams=tuple(teams))
 
     def slots(self, traits: Traits) -> int:
         """Partial slots that are there."""

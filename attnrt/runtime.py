@@ -97,7 +97,9 @@ class Runtime:
         found = self._planning.get(traits)
         if found is None:
             slots = min(limits.slots(traits), traits.max_partial_slots)
-            found = replace(limits.narrow(traits), max_partial_slots=slots)
+            within = getattr(self.backend, "traits_within", None)  # limits may spare it a kernel
+            narrow = limits.narrow(traits if within is None else within(self.spec, traits, limits))
+            found = replace(narrow, max_partial_slots=slots)
             self._planning[traits] = found
         return found
 

@@ -201,7 +201,8 @@ class Backend(Protocol):
     def traits(
         self, spec: AttentionSpec, features: Features, device: Device, deterministic: str = "batch"
     ) -> Traits:
-        """Answer to the planner; pure, needs no machine beyond the device's name."""
+        """Answer to the planner; pure, needs no machine beyond the device's name. Optional: ``traits_within(spec, traits,
+        limits)``, the same for an attention with limits."""
         ...
 
     def compile(self, spec: AttentionSpec, features: Features, device: Device) -> Kernel:

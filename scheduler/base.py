@@ -123,14 +123,17 @@ class NumericClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """Workers of a second kernel, which takes the last classes of a machine.
+    """Workers of a further kernel, which takes the last classes of a machine, or tiles of many rows.
 
     Its items are cut, costed and assigned apart from the others', with its own number of workers and its own costs.
 
     Attributes
     ----------
+    name : str
     first_class : int
-        It takes ``Traits.classes[first_class:]``.
+        It takes tiles of ``Traits.classes[first_class:]``
+    rows : int
+        with more query-head rows (queries * group) than so many. Where two teams would take a tile, the later one does.
     num_workers : int
     alpha, beta, beta_rows, fixed : float
         As in Traits, in a unit of its own.
@@ -140,8 +143,10 @@ class Team:
         the same time. 0: all items are one section. With sections every item has one KV head.
     """
 
+    name: str
     first_class: int
     num_workers: int
+    rows: int = 0
     alpha: float = 0.0
     beta: float = 1.0
     beta_rows: float = 0.0
@@ -168,8 +173,8 @@ class Traits:
         Row slots for partial states; when they run out the planner stops cutting.
     split_heads : bool
         Whether items may take a range of KV heads.
-    team : Team or None
-        Who takes the last classes where a second kernel does; its workers come after these ``num_workers`` in a work list.
+    teams : tuple of Team
+        Further kernels, at most two; their workers come after these ``num_workers`` in a work list, team by team.
     """
 
     name: str
@@ -181,12 +186,30 @@ class Traits:
     fixed: float = 0.0
     max_partial_slots: int = 1 << 20
     split_heads: bool = True
-    team: Team | None = None
+    teams: tuple[Team, ...] = ()
 
     @property
     def all_workers(self) -> int:
-        """Workers with the team's."""
-        return self.num_workers + (self.team.num_workers if self.team is not None else 0)
+        """Workers with the teams'."""
+        return self.num_workers + sum(team.num_workers for team in self.teams)
+
+    def workers_of(self, name: str | None) -> tuple[int, int]:
+        """First worker of a team (None: those of no team) and one past its last; equal where there is no such team."""
+        first = 0
+        for crew in (None, *self.teams):
+            own = self.num_workers if crew is None else crew.num_workers
+            if name == (None if crew is None else crew.name):
+                return first, first + own
+            first += own
+        return first, first
+
+    def crew_of(self, klass: int, rows: int) -> int:
+        """Who takes a tile of so many query-head rows: 0 these workers, i + 1 the workers of team i."""
+        found = 0
+        for i, team in enumerate(self.teams):
+            if klass >= team.first_class and rows > team.rows:
+                found = i + 1
+        return found
 
     @staticmethod
     def of(name: str, num_workers: int | None = None) -> Traits:
@@ -207,8 +230,8 @@ class Traits:
 class WorkList:
     """Items in the order in which workers take them: worker w has ``worker_indptr[w] : worker_indptr[w + 1]``.
 
-    ``items`` is int32 [num_items, len(WORK_FIELDS)], C-contiguous; ``worker_indptr`` int32 [traits.all_workers + 1], a team's
-    workers last. Each field of
+    ``items`` is int32 [num_items, len(WORK_FIELDS)], C-contiguous; ``worker_indptr`` int32 [traits.all_workers + 1], the
+    teams' workers last. Each field of
     WORK_FIELDS is also a column view, ``work["slot"]``.
 
     Partial state of query i of an item (counted from q_begin) and its state k (0 if ``fold``, else the leaf counted from

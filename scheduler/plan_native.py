@@ -21,7 +21,7 @@ from attnrt.scheduler.values import twin
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse
 
-_ABI = 4  # of native/planner_abi.h
+_ABI = 5  # of native/planner_abi.h
 
 try:
     from attnrt.scheduler._planner_native import ffi, lib
@@ -73,6 +73,7 @@ MODES = {"lpt": 0, "round_robin": 1, "one_cta_per_request": 2}
 _NW, _NM = len(WORK_FIELDS), len(MERGE_FIELDS)
 OUTSIDE = 2
 _MOST_CLASSES = _MOST_SPANS = 8
+_MOST_TEAMS = 2
 _INT32_MAX = (1 << 31) - 1
 _INT32, _empty, _ndarray = np.dtype(np.int32), np.empty, np.ndarray
 _NO_MERGES = MergeList(
@@ -92,7 +93,7 @@ def can_plan(traits: Traits) -> bool:
 
 def _fits(traits: Traits) -> bool:
     steps = [len(klass.ruler.steps) for klass in traits.classes]
-    return len(steps) <= _MOST_CLASSES and max(steps) < _MOST_SPANS
+    return len(steps) <= _MOST_CLASSES and max(steps) < _MOST_SPANS and len(traits.teams) <= _MOST_TEAMS
 
 
 def _traits_struct(traits: Traits) -> Any:
@@ -100,14 +101,13 @@ def _traits_struct(traits: Traits) -> Any:
     if kept is not None:
         return kept[1]
     struct = ffi.new("attnrt_traits *")
-    team = traits.team
-    crews: tuple[Traits | Team, ...] = (traits,) if team is None else (traits, team)
+    crews: tuple[Traits | Team, ...] = (traits, *traits.teams)
     for crew, out in zip(crews, struct.crews, strict=False):
         out.alpha, out.beta, out.beta_rows, out.fixed = crew.alpha, crew.beta, crew.beta_rows, crew.fixed
         out.num_workers = crew.num_workers
-    struct.num_crews, struct.first_class = 1, len(traits.classes)
-    if team is not None:
-        struct.num_crews, struct.first_class, struct.crews[1].section = 2, team.first_class, team.section
+    for team, out in zip(traits.teams, struct.crews[1 : len(crews)], strict=True):
+        out.section, out.first_class, out.rows = team.section, team.first_class, team.rows
+    struct.num_crews = len(crews)
     struct.num_classes, struct.split_heads = len(traits.classes), traits.split_heads
     for klass, out in zip(traits.classes, struct.classes, strict=False):
         out.max_rows = -1 if klass.max_rows is None else klass.max_rows

@@ -105,16 +105,14 @@ def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
 
 
 def _crews(problem: Problem, tiles: list[Tile]) -> list[Crew]:
-    """The machine's own workers with the tiles they take, and the team with its."""
-    traits, team = problem.traits, problem.traits.team
-    if team is None:
-        return [Crew(traits=traits, tiles=tiles, sections={})]
-    mine = [tile for tile in tiles if tile.klass < team.first_class]
-    theirs = [tile for tile in tiles if tile.klass >= team.first_class]
-    return [
-        Crew(traits=traits, tiles=mine, sections={}),
-        Crew(traits=team, tiles=theirs, sections=_sections(problem, theirs, team.section)),
-    ]
+    """The machine's own workers with the tiles they take, and each team with its."""
+    traits, crews = problem.traits, []
+    of = [traits.crew_of(tile.klass, tile.queries * problem.group) for tile in tiles]
+    for i, section in enumerate((0, *(team.section for team in traits.teams))):
+        own = [tile for tile, number in zip(tiles, of, strict=True) if number == i]
+        crew = traits.teams[i - 1] if i else traits
+        crews.append(Crew(traits=crew, tiles=own, sections=_sections(problem, own, section)))
+    return crews
 
 
 def _sections(problem: Problem, tiles: list[Tile], size: int) -> dict[tuple[int, int, int], int]:

@@ -80,11 +80,12 @@ def stats(plan: Plan) -> dict[str, float]:
     Returns
     -------
     dict
-        ``makespan``, ``mean`` (cost of the busiest worker, and of all over their number; where a team works beside the others,
-        those of the busier of the two), ``max_over_mean`` (1 for an empty plan), ``items``, ``direct_items``, ``idle_workers``,
+        ``makespan``, ``mean`` (cost of the busiest worker, and of all over their number; where teams work beside the others,
+        those of the busiest of them), ``max_over_mean`` (1 for an empty plan), ``items``, ``direct_items``, ``idle_workers``,
         ``merge_rows``, ``partial_slots``, ``partial_bytes`` (written once and read once).
     """
-    crews = [load for load in np.split(loads(plan), [plan.traits.num_workers]) if len(load)]
+    sizes = [plan.traits.num_workers, *(team.num_workers for team in plan.traits.teams)]
+    crews = [load for load in np.split(loads(plan), np.cumsum(sizes)[:-1]) if len(load)]
     load = max(crews, key=lambda load: load.max())
     makespan, mean = float(load.max()), float(load.mean())
     spec = plan.spec

@@ -56,11 +56,12 @@ def _check_workers(plan: Plan) -> None:
     good = len(indptr) == plan.traits.all_workers + 1 and indptr[0] == 0 and indptr[-1] == len(plan.work)
     if not good or (np.diff(indptr) < 0).any():
         _fail("must give every item to one worker", indptr.tolist()[:8])
-    team = plan.traits.team
-    if team is not None:
-        theirs = np.arange(len(plan.work)) >= indptr[plan.traits.num_workers]
-        if (theirs != (plan.work["klass"] >= team.first_class)).any():
-            _fail("must give the team's classes to the team, and no others", plan.work["klass"].tolist()[:8])
+    rows = (plan.work["q_end"] - plan.work["q_begin"]) * plan.spec.group
+    crews = [plan.traits.crew_of(*of) for of in zip(plan.work["klass"].tolist(), rows.tolist(), strict=True)]
+    for i, team in enumerate((None, *plan.traits.teams)):
+        first, end = plan.traits.workers_of(None if team is None else team.name)
+        if any(crew != i for crew in crews[indptr[first] : indptr[end]]):
+            _fail("must give every item to the crew of its class and rows", crews[:8])
 
 
 def _queries(plan: Plan, item: dict[str, int]) -> np.ndarray:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from attnrt.backends.cuda import driver, pack, tables
+from attnrt.backends.cuda import driver, pack, select, tables
 from attnrt.backends.cuda.append import APPEND, COPY, Appender
 from attnrt.backends.cuda.kernel import CudaKernel
 from attnrt.backends.cuda.programs import Programs
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnrt.backends.cuda.kernel import Module
     from attnrt.device import Device
     from attnrt.formats.base import Features
+    from attnrt.layout import Limits
     from attnrt.scheduler.base import Traits
     from attnrt.spec import AttentionSpec
 
@@ -82,6 +83,11 @@ class CudaBackend:
             multiprocessors = driver.device_attribute(device.index, driver.MULTIPROCESSORS)
             hopper = is_hopper(device.index)
         return tables.traits_for(spec, multiprocessors, deterministic, hopper)
+
+    @staticmethod
+    def traits_within(spec: AttentionSpec, traits: Traits, limits: Limits) -> Traits:
+        """The traits of an attention with limits."""
+        return select.within(spec, traits, limits)
 
     def compile(self, spec: AttentionSpec, features: Features, device: Device) -> CudaKernel:
         """The kernels of a spec on a device. Nothing is compiled yet: CudaKernel.prepare does, or the first run."""

@@ -25,15 +25,18 @@ from attnrt.backends.cuda.render import (
     maps_offset,
 )
 from attnrt.backends.cuda.select import (
+    decode_queries,
     limits_decode,
     limits_team,
     merge_counters,
     plan_decodes,
     plan_folds,
 )
+from attnrt.backends.cuda.tables import HOPPER as TEAM
+from attnrt.backends.cuda.tables import WIDE
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
-from attnrt.errors import CaptureError
+from attnrt.errors import CaptureError, PlanError
 from attnrt.memory import ops_of
 from attnrt.tensor import TensorView, make_view
 
@@ -72,11 +75,6 @@ def launch_record(device: int, kernel: int, smem: int, dependent: bool) -> Any:
     record.device, record.kernel, record.threads, record.smem = device, kernel, THREADS, smem
     record.pdl = dependent and driver.device_attribute(device, driver.MAJOR) >= 9
     return record
-
-
-def _all_team(plan: Plan) -> bool:
-    """Whether all items are the team's."""
-    return plan.traits.team is not None and int(plan.work.worker_indptr[plan.traits.num_workers]) == 0
 
 
 def launch(entry: Any, grid: int, arguments: Any, stream: int) -> None:
@@ -149,7 +147,7 @@ class Repeat:
         header, before, behind = pack.plan_place(loaded)
         words = driver.shim()[0].cast("uint64_t *", self._args)
         words[0], words[1] = header, before | behind << 32
-        if self._maps is not None and (self._any_team or pack.has_team_items(loaded.plan)):
+        if self._maps is not None and (self._any_team or pack.has_items(loaded.plan, TEAM)):
             self._new_maps(boxes.box_of(loaded.plan, self._call, self._kernel.spec))
         self._choose()
 
@@ -224,14 +222,20 @@ class CudaKernel:
         A captured graph outlives its plan: with limits they choose, else the plan.
         """
         if limits is not None:
-            return self.needs_of(limits, box)
+            names_within = self.needs_of(limits, box)
+            if ATTEND not in names_within and pack.has_items(plan, WIDE):
+                raise PlanError(
+                    "plan", "must be made within this attention's limits", None, "attn.plan(index)"
+                )
+            return names_within
         known = (plan, box)
         if self._needs[0] != known:
-            team = pack.has_team_items(plan)
             names: list[str] = []
-            if len(plan.work) and not _all_team(plan):
+            if pack.has_items(plan, None):
                 names.append(DECODE if plan_decodes(plan) else ATTEND)
-            if team:
+            if pack.has_items(plan, WIDE):
+                names.append(ATTEND)
+            if pack.has_items(plan, TEAM):
                 plain, folding = _BY_KEY if self._by_key(plan, box) else _BY_BOXES
                 names.append(folding if plan_folds(plan) else plain)
             if len(plan.merge) and names != [DECODE]:  # that one merges itself
@@ -243,11 +247,14 @@ class CudaKernel:
         """Kernels that runs of any plan within limits launch; of None: all that there are."""
         if limits is None:
             return self.programs.names
-        first = DECODE if limits_decode(self.spec, limits) else ATTEND
-        if not self.maps_at or not limits_team(self.spec, limits):
-            return (DECODE,) if first == DECODE else (first, MERGE)
-        by_boxes = () if box == boxes.NO_BOXES else (HOPPER_BOXES_FOLD,)
-        return (first, *by_boxes, HOPPER_GATHER_FOLD, MERGE)
+        names = [DECODE] if decode_queries(self.spec) else []
+        if not limits_decode(self.spec, limits):
+            names.append(ATTEND)
+        if self.maps_at and limits_team(self.spec, limits):
+            names += (
+                (HOPPER_GATHER_FOLD,) if box == boxes.NO_BOXES else (HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD)
+            )
+        return (DECODE,) if names == [DECODE] else (*names, MERGE)
 
     def counters(self, plan: Plan, limits: Limits | None) -> int:
         """How many counters the decode kernel wants for the rows that it merges itself: where it runs alone."""
@@ -273,12 +280,17 @@ class CudaKernel:
             rows = len(plan.merge) * num_qo_heads
             return self.merge_grid, min(self.merge_grid, -(-rows // MERGE_WARPS))
         if name in HOPPER:
-            workers = plan.traits.team.num_workers  # type: ignore[union-attr]
+            workers = self._workers(plan, TEAM)
             mine = (name in _BY_KEY) == self._by_key(plan, box)
-            return workers, workers if mine and pack.has_team_items(plan) else 0
-        workers = plan.traits.num_workers
-        work = len(plan.work) and not _all_team(plan)
-        return workers, workers if work or (name == DECODE and len(plan.merge)) else 0
+            return workers, workers if mine and pack.has_items(plan, TEAM) else 0
+        crew = WIDE if name == ATTEND and self._workers(plan, WIDE) else None
+        workers = self._workers(plan, crew)
+        return workers, workers if pack.has_items(plan, crew) or (name == DECODE and len(plan.merge)) else 0
+
+    @staticmethod
+    def _workers(plan: Plan, crew: str | None) -> int:
+        first, end = plan.traits.workers_of(crew)
+        return end - first
 
     def pack_header(self, loaded: Loaded, target: np.ndarray) -> None:
         """Write what the kernels read of a plan (pack.HEADER)."""
@@ -316,7 +328,7 @@ class CudaKernel:
     def _launch(self, call: Call, merges: bool) -> None:
         plan, box = call.loaded.plan, boxes.NO_BOXES
         memory, at = self.arguments(call)
-        if self.maps_at and pack.has_team_items(plan):
+        if self.maps_at and pack.has_items(plan, TEAM):
             box = boxes.box_of(plan, call, self.spec)
             boxes.encode(self.device.index, at + self.maps_at, call, box, self.spec)
         for name in self.needs(plan, None, box):

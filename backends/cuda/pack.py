@@ -14,6 +14,7 @@ import numpy as np
 
 from attnrt.backends.cuda import boxes
 from attnrt.backends.cuda.fastdiv import fast_div
+from attnrt.backends.cuda.tables import HOPPER, WIDE
 from attnrt.errors import LimitError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ __all__ = [
     "aligned",
     "fill_header",
     "fill_run",
-    "has_team_items",
+    "has_items",
+    "items_of",
     "layout_asserts",
     "pack_parts",
     "pack_rulers",
@@ -94,7 +96,7 @@ HEADER = np.dtype(
     [(name, "<u8") for name in HEADER_POINTERS]
     + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers")]
     + [(name, "<i4") for name in ("box_log2", "page_box_log2", "solid")]
-    + [("num_items", "<i4"), ("pad", "<i4")]
+    + [("num_items", "<i4"), ("wide_workers", "<i4")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
 LAUNCH_RUN = np.dtype(
@@ -197,17 +199,18 @@ def fill_header(
     if parts is None:
         parts = pack_parts(loaded.parts)
     plan = loaded.plan
-    team = plan.traits.team
-    works = team is not None and has_team_items(plan)
+    traits = plan.traits
+    wide, team = traits.workers_of(WIDE), traits.workers_of(HOPPER)
+    works = has_items(plan, HOPPER)
     counts = (
-        plan.traits.num_workers,
+        traits.num_workers,
         len(plan.merge),
         len(loaded.parts),
         plan.tree == "pairwise",
-        0 if team is None else team.num_workers,
+        team[1] - team[0],
         *((*boxes.of_plan(plan), boxes.is_solid(plan)) if works else (-1, -1, 0)),
         len(plan.work),
-        0,
+        wide[1] - wide[0],
     )
     buffer = target.data
     _COUNTS.pack_into(buffer, 0, *loaded.addresses, loaded.counters[0], *counts)
@@ -217,12 +220,17 @@ def fill_header(
     buffer[_AT_PARTS : _AT_PARTS + len(parts)] = parts
 
 
-def has_team_items(plan: Plan) -> bool:
-    """Whether the team has work."""
-    if plan.traits.team is None:
-        return False
+def items_of(plan: Plan, crew: str | None) -> tuple[int, int]:
+    """Range of the items of a team (None: of no team)."""
+    first, end = plan.traits.workers_of(crew)
     indptr = plan.work.worker_indptr
-    return bool(indptr[plan.traits.num_workers] < indptr[-1])
+    return int(indptr[first]), int(indptr[end])
+
+
+def has_items(plan: Plan, crew: str | None) -> bool:
+    """Whether a team (None: the workers of no team) has work."""
+    begin, end = items_of(plan, crew)
+    return begin < end
 
 
 def aligned(view: PagedView, itemsize: int) -> bool:

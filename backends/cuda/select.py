@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention kernel a plan's items get that are not the Hopper kernel's: the decode kernel or the tile kernel. Both take
-anything that the spec allows and give the same bits, so this decides time alone. What the Hopper kernel takes, a request's own
-length decides (tables.py), because its bits are others.
+"""Which attention kernels a plan's items get that are not the Hopper kernel's. Items that fit a tile of the decode kernel get
+that, those of more rows (the crew ``WIDE``) the tile kernel. Both take anything that the spec allows and give the same bits,
+so this decides time alone. What the Hopper kernel takes, a request's own length decides (tables.py), because its bits are others.
 
-A captured graph outlives the plan that it was captured under, so with limits the choice is made from them and the spec.
+A captured graph outlives the plan that it was captured under, so with limits the choice is made from them and the spec: where
+they promise decode steps there is no crew ``WIDE``, and the decode kernel takes items of more rows pass by pass.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnrt.backends.cuda.tables import DECODE_ROWS, decode_blocks
+from attnrt.backends.cuda.pack import items_of
+from attnrt.backends.cuda.tables import DECODE_ROWS, HOPPER, WIDE, decode_blocks
 from attnrt.scheduler.base import WORK_FIELDS
-from attnrt.tensor import native
 
 if TYPE_CHECKING:
     from attnrt.layout import Limits
-    from attnrt.scheduler.base import Plan
+    from attnrt.scheduler.base import Plan, Traits
     from attnrt.spec import AttentionSpec
-
-_Q_BEGIN, _Q_END = (WORK_FIELDS.index(name) for name in ("q_begin", "q_end"))
 
 __all__ = [
     "decode_queries",
@@ -28,6 +28,7 @@ __all__ = [
     "merge_counters",
     "plan_decodes",
     "plan_folds",
+    "within",
 ]
 
 
@@ -49,26 +50,32 @@ def _queries_of(spec: AttentionSpec) -> int:
 
 
 def plan_decodes(plan: Plan) -> bool:
-    """Whether no item of a plan has more rows than a tile of the decode kernel (it would read the item's keys again)."""
-    most, mine = _queries_of(plan.spec), plan.work.items
-    if plan.traits.team is not None:
-        mine = mine[: plan.work.worker_indptr[plan.traits.num_workers]]
-    return most > 0 and native.widest(mine, _Q_BEGIN, _Q_END) <= most
+    """Whether the items of no team are the decode kernel's; the tile kernel has them where that does not take the spec."""
+    return _queries_of(plan.spec) > 0
 
 
 def plan_folds(plan: Plan) -> bool:
-    """Whether an item of the team folds several leaves into one state."""
-    theirs = plan.work.items[plan.work.worker_indptr[plan.traits.num_workers] :]
+    """Whether an item of the Hopper kernel folds several leaves into one state."""
+    theirs = plan.work.items[slice(*items_of(plan, HOPPER))]
     begin, end, fold = (WORK_FIELDS.index(name) for name in ("leaf_begin", "leaf_end", "fold"))
     return bool(((theirs[:, end] - theirs[:, begin] > 1) & (theirs[:, fold] == 1)).any())
 
 
 def limits_decode(spec: AttentionSpec, limits: Limits) -> bool:
-    """Whether limits promise so few queries per request that all are decode rows."""
+    """Whether limits promise so few queries per request that all are decode rows, and no rows that share keys."""
     most = decode_queries(spec)
+    if limits.max_parts > 1:
+        return False
     if limits.max_qo_len is not None and limits.max_qo_len <= most:
         return most > 0
     return 0 < limits.max_qo_tokens <= limits.max_requests * most
+
+
+def within(spec: AttentionSpec, traits: Traits, limits: Limits) -> Traits:
+    """The traits of an attention with limits: without the crew ``WIDE`` where nobody launches its kernel."""
+    if not limits_decode(spec, limits):
+        return traits
+    return replace(traits, teams=tuple(team for team in traits.teams if team.name != WIDE))
 
 
 def limits_team(spec: AttentionSpec, limits: Limits) -> bool:

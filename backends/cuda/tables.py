@@ -8,7 +8,7 @@ acc[rows][head_dim_vo / 4] twice (a leaf and the total), shared memory holds Q, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attnrt.dtypes import as_dtype
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from attnrt.scheduler.base import Ruler
     from attnrt.spec import AttentionSpec
 
-__all__ = ["DECODE_ROWS", "HopperConfig", "TileConfig", "hopper_config", "tile_config", "traits_for"]
+__all__ = [
+    "DECODE_ROWS",
+    "HOPPER",
+    "WIDE",
+    "HopperConfig",
+    "TileConfig",
+    "hopper_config",
+    "tile_config",
+    "traits_for",
+]
 
 #: Dtype names to the enumerators of kernels/types.cuh.
 ENUMERATORS = {
@@ -142,6 +151,9 @@ HOPPER_DIMS = {
     (128, 128): HopperConfig(kv_tile=128, warpgroups=2),
 }
 
+#: Names of teams: of the kernel for items of many rows, and of the Hopper kernel.
+WIDE, HOPPER = "wide", "hopper"
+
 #: Query-head rows of a request up to which it is a decode step: the class of its own bits, on every device.
 DECODE_ROWS = 64
 
@@ -187,17 +199,26 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         spec.head_dim + (0 if spec.shared_kv else spec.head_dim_vo)
     )
     # In keys: a pass costs as much as three quarters of a tile beside its tiles, however few rows it has.
-    team = None
+    teams = []
+    beta_rows = (spec.head_dim + spec.head_dim_vo) / (64 * key_bytes)
+    if config.q_blocks:  # what is too wide for a tile of the decode kernel, the tile kernel takes
+        workers = multiprocessors * config.ctas_per_sm
+        rows = 8 * config.q_blocks
+        own = Team(name=WIDE, first_class=0, rows=rows, num_workers=workers)
+        teams.append(replace(own, alpha=1.0, beta_rows=beta_rows, fixed=64.0))
     if wide is not None:
         section = SECTION_BYTES // key_bytes
-        team = Team(first_class=1, num_workers=multiprocessors, fixed=0.75 * wide.kv_tile, section=section)
+        fixed = 0.75 * wide.kv_tile
+        teams.append(
+            Team(name=HOPPER, first_class=1, num_workers=multiprocessors, fixed=fixed, section=section)
+        )
     return Traits(
         name=f"cuda-sm{multiprocessors}",
         num_workers=multiprocessors * (DECODE_CTAS if config.q_blocks else config.ctas_per_sm),
         classes=classes,
         alpha=1.0,
         beta=1.0,
-        beta_rows=(spec.head_dim + spec.head_dim_vo) / (64 * key_bytes),
+        beta_rows=beta_rows,
         fixed=64.0,
-        team=team,
+        teams=tuple(teams),
     )

@@ -37,6 +37,7 @@ class Planner {
   void tiles_of(int part, int row, int q_begin, int q_end, int klass);
   void find_keys(Tile& tile) const;
   void mark_rows();
+  int crew_of(const Tile& tile) const;
   bool form_crews(int64_t& needed);
   void find_sections(const Crew& crew);
   void best_candidate(Crew& crew);
@@ -85,7 +86,7 @@ class Planner {
   std::vector<int> steps;  // queries per tile of each class
   std::vector<Tile> tiles;
   std::vector<Run> runs;
-  Crew crews[2];
+  Crew crews[3];
   int64_t slots = 0;  // partial slots used
   std::vector<int32_t> count, first;
   LongestFirst longest_first;
@@ -124,7 +125,8 @@ int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
   for (int k = 0; k < tr->num_crews; ++k) {
     Crew& crew = crews[k];
     crew.first_slot = slots;
-    crew.last_slot = pr->max_slots - (k + 1 < tr->num_crews ? crews[k + 1].base_slots : 0);
+    crew.last_slot = pr->max_slots;
+    for (int later = k + 1; later < tr->num_crews; ++later) crew.last_slot -= crews[later].base_slots;
     best_candidate(crew);
     slots += crew.best->slots;
     items += int64_t(crew.best->count);
@@ -403,19 +405,27 @@ void Planner::assign_to(const Crew& crew, Candidate& c, bool by_request) {
 
 // 5. Fewer and fewer heads per item, then shorter runs; keep the best.
 
+int Planner::crew_of(const Tile& t) const {
+  int found = 0;
+  for (int k = 1; k < tr->num_crews; ++k)
+    if (t.klass >= tr->crews[k].first_class && t.queries() * pr->group > tr->crews[k].rows) found = k;
+  return found;
+}
+
 // Who takes which tiles, and how many partial slots they need before any cut. false: there are not so many.
 bool Planner::form_crews(int64_t& needed) {
-  size_t split = tiles.size();
-  if (tr->num_crews > 1) {
-    const auto mine = [this](const Tile& t) { return t.klass < tr->first_class; };
-    split = size_t(std::stable_partition(tiles.begin(), tiles.end(), mine) - tiles.begin());
-  }
   needed = 0;
+  size_t begin = 0;
   for (int k = 0; k < tr->num_crews; ++k) {
     Crew& crew = crews[k];
     crew.traits = &tr->crews[k];
-    crew.begin = k ? split : 0;
-    crew.end = k ? tiles.size() : split;
+    const auto mine = [this, k](const Tile& t) { return crew_of(t) == k; };
+    crew.begin = begin;
+    if (k + 1 == tr->num_crews)
+      begin = tiles.size();
+    else
+      begin = size_t(std::stable_partition(tiles.begin() + ptrdiff_t(begin), tiles.end(), mine) - tiles.begin());
+    crew.end = begin;
     crew.base_slots = 0;
     for (size_t i = crew.begin; i < crew.end; ++i) {
       Tile& t = tiles[i];

@@ -3,7 +3,7 @@
 // formats/base.py.
 
 // Raised with every change below, so that Python notices a library built before it.
-enum { ATTNRT_PLANNER_ABI = 4 };
+enum { ATTNRT_PLANNER_ABI = 5 };
 
 // One part of the index.
 typedef struct {
@@ -52,12 +52,12 @@ typedef struct {
   double alpha, beta, beta_rows, fixed;
   int64_t section;  // keys times KV heads of a section, 0: none
   int32_t num_workers;
+  int32_t first_class, rows;  // it takes tiles of classes from here on with more query-head rows than so many
 } attnrt_crew;
 
 typedef struct {
-  attnrt_crew crews[2];
+  attnrt_crew crews[3];  // the first takes what no other does; of two that would take a tile, the later one does
   int32_t num_crews;
-  int32_t first_class;  // the second crew takes classes from here on
   int32_t num_classes;
   int32_t split_heads;
   attnrt_class classes[8];

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def build(text: str, flags: list[str] = FLAGS) -> ctypes.CDLL:
 
 
 class EmulatedKernel:
-    """attend and merge; ``decode`` forces the choice of kernel, ``early`` lets asynchronous copies land at once."""
+    """attend and merge; ``decode`` forces one kernel for all, ``early`` lets asynchronous copies land at once."""
 
     def __init__(self, spec: Any, backend: EmulatedCuda) -> None:
         self.spec, self.backend, self.lib = spec, backend, build(emulated_text(spec))
@@ -94,11 +95,18 @@ class EmulatedKernel:
 
     def _merges(self, plan: Any) -> bool:
         """Whether attend merges: where the decode kernel runs alone."""
-        return self._decodes(plan) and not pack.has_team_items(plan)
+        teams = (tables.WIDE, tables.HOPPER)
+        return self._decodes(plan) and not any(pack.has_items(plan, team) for team in teams)
 
     def attend(self, call: Any) -> None:
         plan = call.loaded.plan
-        self._launch(render.DECODE if self._decodes(plan) else render.ATTEND, plan.traits.num_workers, call)
+        if pack.has_items(plan, None) or self._merges(plan):
+            self._launch(
+                render.DECODE if self._decodes(plan) else render.ATTEND, plan.traits.num_workers, call
+            )
+        if pack.has_items(plan, tables.WIDE):
+            first, end = plan.traits.workers_of(tables.WIDE)
+            self._launch(render.ATTEND, end - first, call)
         address, count = call.loaded.counters
         assert not any(ctypes.string_at(address, 4 * count)), "a counter is left"
 
@@ -123,7 +131,8 @@ class EmulatedCuda:
         return () if spec is None else why_not_spec(spec)
 
     def traits(self, spec: Any, features: Any, device: Any, deterministic: str = "batch") -> Any:
-        return tables.traits_for(spec, self.multiprocessors, deterministic)
+        traits = tables.traits_for(spec, self.multiprocessors, deterministic)
+        return traits if self.decode is None else replace(traits, teams=())
 
     def compile(self, spec: Any, features: Any, device: Any) -> EmulatedKernel:
         if spec not in self._kernels:

@@ -65,9 +65,8 @@ class HopperKernel(EmulatedKernel):
 
     def attend(self, call: Any) -> None:
         plan = call.loaded.plan
-        if plan.work.worker_indptr[plan.traits.num_workers]:
-            super().attend(call)
-        if not pack.has_team_items(plan):
+        super().attend(call)
+        if not pack.has_items(plan, tables.HOPPER):
             return
         box = boxes.box_of(plan, call, self.spec) if self.backend.boxes else boxes.NO_BOXES
         head = pack.fill_run(call, self.itemsize) + (call.params.table.tobytes() or bytes(64))

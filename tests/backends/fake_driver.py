@@ -58,7 +58,7 @@ def spec(**changes):
     base = dict(num_qo_heads=8, num_kv_heads=2, head_dim=64, q_dtype="bfloat16", variant=at.variants.causal())
     return at.AttentionSpec(**{{**base, **changes}})
 
-def paged(qo=(1, 3), kv=(40, 70), size=16):
+def paged(qo=(2, 2), kv=(40, 70), size=16):
     pages = [-(-n // size) for n in kv]
     indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
     qo_indptr = np.concatenate([[0], np.cumsum(qo)]).astype(np.int32)

@@ -11,7 +11,9 @@ import pytest
 
 import attnrt as at
 from attnrt import testing
-from attnrt.backends.cuda.select import decode_queries, limits_decode, plan_decodes
+from attnrt.backends.cuda.pack import has_items
+from attnrt.backends.cuda.select import decode_queries, limits_decode
+from attnrt.backends.cuda.tables import WIDE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from emulated_cuda import EmulatedCuda
@@ -83,6 +85,16 @@ def test_rows_in_passes(early):
     both(spec(), MIXED, early=early)
 
 
+@pytest.mark.parametrize("lengths", [MIXED, DECODE, ([5], [300])], ids=["mixed", "decode", "wide"])
+def test_two_crews(lengths):
+    """Each item by its rows to one of two kernels, and the bits of either alone."""
+    case = testing.make_case(spec(), *lengths, seed=3)
+    batch = testing.lay_out(case)
+    results = [testing.run_batch(case, batch, EmulatedCuda(how), device="cpu") for how in (None, True, False)]
+    testing.same(results[0], results[1], "two crews and the decode kernel")
+    testing.same(results[0], results[2], "two crews and the tile kernel")
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 7, 16, 200])
 def test_pages(layout, page_size):
@@ -113,7 +125,10 @@ def test_selection():
     attn = at.Attention(s, backend=EmulatedCuda(), device="cpu")
     for qo, decodes in (([1, 1], True), ([2, 1], True), ([1, 3], False), ([], True)):
         batch = testing.lay_out(testing.make_case(s, qo, [9] * len(qo)))
-        assert plan_decodes(attn.plan(batch.index, load=False)) == decodes
+        plan = attn.plan(batch.index, load=False)
+        assert has_items(plan, WIDE) != decodes
+        assert has_items(plan, None) == (1 in qo)
     assert limits_decode(s, at.Limits(8, 16, 100))
     assert not limits_decode(s, at.Limits(8, 17, 100))
+    assert not limits_decode(s, at.Limits(8, 16, 100, max_parts=2))
     assert not limits_decode(spec(head_dim=96), at.Limits(8, 8, 100))

@@ -38,8 +38,9 @@ def spec(qo_heads=4, kv_heads=2, left=None, right=None, head_dim=64):
     )
 
 
-def traits(workers=3, leaf=32, q_tile=16, team=None, **more):
-    """Three classes with small leaves, so that small batches are cut; ``team``: (first class, section) of a second crew."""
+def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, **more):
+    """Three classes with small leaves, so that small batches are cut; ``team``: (first class, section) of a second crew;
+    ``wide``: the rows past which a tile goes to a crew before that."""
     rulers = (Ruler(steps=((2, leaf), (2, 2 * leaf)), tail=4 * leaf), Ruler(tail=4 * leaf), Ruler())
     classes = (
         NumericClass(name="decode", max_rows=8, kv_tile=8, q_tile=q_tile, ruler=rulers[0]),
@@ -47,10 +48,15 @@ def traits(workers=3, leaf=32, q_tile=16, team=None, **more):
         NumericClass(name="prefill", max_rows=None, kv_tile=8, q_tile=2 * q_tile, ruler=rulers[2]),
     )
     numbers = {"alpha": 1.0, "beta": 1.0, "beta_rows": 1 / 128, "fixed": 4.0, **more}
+    teams = []
+    if wide is not None:
+        own = {"num_workers": 1 + workers // 3, "beta": 1.25, "fixed": 5.0}
+        teams.append(Team(name="wide", first_class=0, rows=wide, **own))
     if team is not None:
         first, section = team
         own = {"num_workers": 1 + workers // 2, "beta": 1.5, "fixed": 7.0, "section": section}
-        numbers["team"] = Team(first_class=first, **own)
+        teams.append(Team(name="team", first_class=first, **own))
+    numbers["teams"] = tuple(teams)
     return Traits(name="test", num_workers=workers, classes=classes, **numbers)
 
 
@@ -153,6 +159,7 @@ class Case:
     max_slots: int | None
     pad: int
     team: tuple | None
+    wide: int | None
 
     @property
     def index(self):
@@ -165,7 +172,7 @@ class Case:
         return make_plan(
             self.spec,
             self.index if index is None else index,
-            traits(self.workers, team=self.team),
+            traits(self.workers, team=self.team, wide=self.wide),
             **{**values, **more},
         )
 
@@ -197,6 +204,7 @@ def cases(draw, heads=(1, 2), share=(False, True)):
         max_slots=None if composite is not None else draw(st.sampled_from([None, 0, 3])),
         pad=draw(st.integers(0, 2)),
         team=draw(st.sampled_from([None, (1, 0), (1, 300), (2, 64), (2, 1)])),
+        wide=draw(st.sampled_from([None, 0, 2, 5])),
     )
 
 

@@ -258,5 +258,5 @@ def test_a_team_takes_its_classes_section_by_section():
             for i in items
         ]
         assert order == sorted(order) and len({section for section, _ in order}) == 4
-    flat = make_plan(s, index, replace(machine, team=replace(machine.team, section=0)))
+    flat = make_plan(s, index, replace(machine, teams=(replace(machine.teams[0], section=0),)))
     assert flat.digest != plan.digest

@@ -127,7 +127,8 @@ class HopperKeys {
   // chain of dependent loads would else cost a few thousand clocks at every item. For one warp that has time.
   __device__ __forceinline__ void look_ahead(const WorkItem& item) const {
     const WorkItem* next = &item + 1;
-    if (next >= p_.plan->work + p_.plan->worker_indptr[p_.plan->num_workers + blockIdx.x + 1]) return;
+    const int worker = p_.plan->num_workers + p_.plan->wide_workers + blockIdx.x;
+    if (next >= p_.plan->work + p_.plan->worker_indptr[worker + 1]) return;
     const PartDesc& part = p_.plan->parts[next->part];
     KvList list;
     list.open(part, next->row, next->head_begin);

@@ -108,7 +108,7 @@ __host__ __device__ constexpr int hopper_smem_bytes() {
 // its rows.
 template <int kRows, int kGroup, class F>
 __device__ __forceinline__ void walk_passes(const RunParams& p, int worker, F&& f) {
-  const int* const lists = p.plan->worker_indptr + p.plan->num_workers;
+  const int* const lists = p.plan->worker_indptr + p.plan->num_workers + p.plan->wide_workers;
   const int end = lists[worker + 1];
 #pragma unroll 1
   for (int i = lists[worker]; i < end; ++i) {

@@ -120,13 +120,13 @@ struct PlanHeader {
   int num_merges;
   int num_parts;
   int pairwise;      // reduction tree: 0 sequential, 1 pairwise
-  int team_workers;  // workers of the Hopper kernel; their lists come after those of the others
+  int team_workers;  // of the Hopper kernel; lists of workers lie in this order: num_workers, wide_workers, team_workers
   // Every list may be read in boxes of 2^box_log2 tokens that begin at multiples of so many, whatever pages the cache
   // has, or 2^page_box_log2 where a box must lie in one page; negative: none.
   int box_log2, page_box_log2;
   int solid;  // no list has a hole; 0 where lists lie on the device, because nobody has looked
   int num_items;
-  int pad;
+  int wide_workers;  // of the kernel for items of many rows; 0: items of any rows lie with num_workers
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };

@@ -74,7 +74,7 @@ int attnrt_cuda_launch(const attnrt_launch_t* launch, void* params, uint64_t str
 // A run whose arguments are packed and differ from call to call in addresses, scale and stream alone: the path that
 // every layer of every step pays for. `args` is the struct that all its kernels take; at_* are byte offsets of what is
 // written into it.
-enum { ATTNRT_MAX_LAUNCHES = 4 };
+enum { ATTNRT_MAX_LAUNCHES = 8 };
 typedef struct {
   attnrt_launch_t launches[ATTNRT_MAX_LAUNCHES];  // grids for a captured graph, which must serve every later plan
   unsigned eager_grid[ATTNRT_MAX_LAUNCHES];       // grids outside of a capture; 0: not launched
