@@ -15,6 +15,7 @@ import numpy as np
 
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.fastdiv import fast_div
+from attnrt.backends.cuda.tables import hopper_config
 
 if TYPE_CHECKING:
     from attnrt.backends.base import PagedView
@@ -33,7 +34,7 @@ __all__ = [
     "tail",
 ]
 
-#: log2 of the tokens of a box: a tile has 128 keys, and more than eight boxes a tile would take longer than copies by key.
+#: log2 of the tokens of a box: a tile has 64 or 128 keys, and more than eight boxes a tile would take longer than copies by key.
 SMALLEST, LARGEST = 4, 7
 #: ``box_log2`` of maps that are none: no plan asks for boxes so large.
 NO_BOXES = 31
@@ -92,7 +93,9 @@ def _strides(view: PagedView, heads: int) -> tuple[int, int, int]:
 
 def box_of(plan: Plan, call: Any, spec: Any) -> int:
     """box_log2 of the maps of a call's arrays under a plan; NO_BOXES where keys must come one by one."""
-    sizes = []
+    config = hopper_config(spec)
+    assert config is not None
+    sizes = [config.kv_tile.bit_length() - 1]
     anywhere, in_pages = of_plan(plan)
     for view in (call.k, call.v):
         if view.num_pages * view.page_size == 0 or view.ptr % 16:

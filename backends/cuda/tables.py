@@ -144,11 +144,13 @@ class HopperConfig:
         return 128 * (self.warpgroups + 1)
 
 
-#: (head_dim, head_dim_vo) that the Hopper kernel takes: two buffers each of Q, K and V fit in shared memory.
+#: (head_dim, head_dim_vo) that the Hopper kernel takes: two buffers each of K and V, and one or two of Q, fit in shared memory.
 HOPPER_DIMS = {
     (64, 64): HopperConfig(kv_tile=128, warpgroups=2),
     (128, 64): HopperConfig(kv_tile=128, warpgroups=2),
     (128, 128): HopperConfig(kv_tile=128, warpgroups=2),
+    (192, 128): HopperConfig(kv_tile=128, warpgroups=2),
+    (256, 256): HopperConfig(kv_tile=64, warpgroups=2),
 }
 
 #: Names of teams: of the kernel for items of many rows, and of the Hopper kernel.

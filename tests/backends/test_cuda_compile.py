@@ -93,6 +93,8 @@ def test_registers_and_spills(name, arch):
 HOPPER_SPECS = {
     "bf16 128": ({}, (0, 40, 16, 64)),
     "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (0, 16, 0, 16)),
+    "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (0, 40, 72, 96)),
+    "256": ({"head_dim": 256}, (120, 200, 208, 264)),
     "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (0, 40, 0, 40)),
     "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (16, 48, 16, 48)),
     "window, softcap": (
@@ -122,13 +124,17 @@ def test_the_hopper_kernel(name):
 def test_which_specs_the_hopper_kernel_takes():
     """And that nothing else decides: a request's bits are its spec's and its length's."""
     takes = [name for name in SPECS if hopper_config(spec(**SPECS[name])) is not None]
-    assert takes == ["bf16 128", "sigmoid mask", "fp16 64", "16 rows", "window, softcap"]
+    assert takes == [
+        *("bf16 128", "sigmoid mask", "fp16 64", "16 rows", "window, softcap"),
+        *("bf16 192/128", "bf16 256"),
+    ]
     for name, changes in SPECS.items():
         s = spec(**changes)
         assert (set(HOPPER) <= set(entry_names(s, hopper=True))) == (name in takes)
         assert not set(HOPPER) & set(entry_names(s))
         classes = traits_for(s, 132, "batch", hopper=True).classes
-        assert [c.kv_tile == 128 for c in classes] == [False, name in takes, name in takes]
+        wide = hopper_config(s) or tile_config(s)
+        assert [c.kv_tile for c in classes[1:]] == [wide.kv_tile] * 2
         assert traits_for(s, 132, "token", hopper=True) == traits_for(s, 132, "token")
 
 

@@ -59,6 +59,19 @@ def test_boxes_and_keys_give_the_same_bits(page_size, layout):
     testing.same(by_boxes, by_keys, "boxes and keys")
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
+def test_one_buffer_of_queries(dims, page_size):
+    """Heads too wide for two: a pass's rows come when the last scores of the one before are there. Boxes up to the tile."""
+    s = spec(head_dim=dims[0], head_dim_vo=dims[1])
+    lengths = ([70, 1, 150], [150, 9, 350])
+    by_boxes, backend = right(s, lengths, EmulatedHopper(1), page_size=page_size)
+    assert backend.seen == [page_size > 1]
+    by_keys, backend = right(s, lengths, EmulatedHopper(3, boxes=False, seed=2), page_size=page_size)
+    assert backend.seen == [False]
+    testing.same(by_boxes, by_keys, "boxes and keys")
+
+
 def test_small_pages_come_key_by_key():
     results = []
     for page_size in (1, 7, 16):
@@ -121,9 +134,10 @@ def test_bitwise(oracle):
     getattr(testing, oracle)(case, EmulatedHopper())
 
 
-def test_cut_rows():
+@pytest.mark.parametrize("dim", [64, 256])
+def test_cut_rows(dim):
     """An append class of leaves of 4096 keys: cut among workers, folded in registers, merged."""
-    s = spec(num_qo_heads=1, num_kv_heads=1)
+    s = spec(num_qo_heads=1, num_kv_heads=1, head_dim=dim)
     results = [right(s, ([65], [4300]), EmulatedHopper(n))[0] for n in (1, 3)]
     testing.same(*results, "one worker and three")
 

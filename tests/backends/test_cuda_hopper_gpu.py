@@ -85,7 +85,7 @@ def test_masks_of_bits(name):
     testing.same(want, world.fresh("nvrtc", at.formats.tree(single, mask=masks)), "single tokens")
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 64)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (192, 128), (256, 256)])
 @pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
 def test_dims_and_types(dims, q_dtype):
     right(spec(head_dim=dims[0], head_dim_vo=dims[1], q_dtype=q_dtype))

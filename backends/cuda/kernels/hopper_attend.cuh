@@ -56,6 +56,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     look(view, rows, 0, offset);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(s);
+    if (offset + L::kTile >= stop) release_queries(0);
     logits(s, rows, 0, offset, view);
     release(meta_.k_empty[0]);
     raise(s, m, top, shrink);
@@ -63,7 +64,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
 #pragma unroll 1
     for (;;) {
       offset += L::kTile;
-      run_whole(s, w, o, m, l, top, shrink, rows, offset, stop, add);
+      run_whole(s, w, o, m, l, top, shrink, rows, leaf, offset, stop, add);
       // The next tile: of this leaf, of the next leaf of this pass, or of the next pass.
       const int pass = pass_;
       bool ends = false, more = true;
@@ -89,7 +90,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ptx::wgmma_pin(o);
       // At the very end this multiplies what is left in the buffers and nobody looks: a branch here would make ptxas
       // serialise (C7515).
-      multiply_scores(s, pass_ & 1, tile_ + 1);
+      multiply_scores(s, pass_ & (L::kBuffersQ - 1), tile_ + 1);
       Closing closing;
       if (closes) {
         turn_end();  // the other warpgroup does the same work under its own product
@@ -108,6 +109,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ptx::wgmma_pin(s);
       ATTNRT_TRACE(group_, tile_, 4);
       if (more) {
+        if (offset + L::kTile >= stop) release_queries(ends ? 0 : closes ? leaf + 1 : leaf);
         logits(s, rows, tile_ + 1, offset, view);
         release(meta_.k_empty[(tile_ + 1) % L::kStages]);
         raise(s, m, top, shrink);
@@ -136,13 +138,13 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   // branch but its own, and with everything that depends on the buffer's number a step ahead.
   __device__ __forceinline__ void run_whole(float (&s)[kS], unsigned (&w)[kS / 2], float (&o)[kO], float (&m)[2],
                                             float (&l)[2], float (&top)[2], float (&shrink)[2], const Row (&rows)[2],
-                                            int& offset, int stop, bool& add) {
+                                            int leaf, int& offset, int stop, bool& add) {
     static_assert(L::kStages == 2, "buffers alternate");
     if (offset >= stop || offset < whole_begin_ || offset + L::kTile > whole_end_) return;
     const int end = min(stop, whole_end_ - L::kTile + 1);
     unsigned next = (tile_ + 1) % 2;
     unsigned k = base_ + L::kOffsetK + next * L::kBytesK, v = base_ + L::kOffsetV + (1 - next) * L::kBytesV;
-    const unsigned long long q = ptx::desc_sw128(base_ + (pass_ & 1) * L::kBytesQ + group_ * 64 * 128, 0, 1024);
+    const unsigned long long q = ptx::desc_sw128(base_ + (pass_ & (L::kBuffersQ - 1)) * L::kBytesQ + group_ * 64 * 128, 0, 1024);
     ptx::wgmma_pin(o);
 #pragma unroll 1
     for (; offset < end; offset += L::kTile) {
@@ -175,6 +177,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       add = true;
       ++tile_;
     }
+    if (offset >= stop) release_queries(leaf);
   }
 
   __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
@@ -239,8 +242,21 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   // Waits for a pass's Q and tables; false: the list has ended.
   __device__ __forceinline__ bool open_pass(int pass) const {
     ptx::mbar_wait(bar(meta_.q_full[pass & 1]), pass >> 1 & 1);
+    if constexpr (L::kBuffersQ == 1) {
+      if (meta_.pass[pass & 1].done) return false;
+      ptx::mbar_wait(bar(meta_.half_full[group_]), pass & 1);
+    }
     if constexpr (Loader::kConsumersFence) ptx::fence_proxy_async();
     return !meta_.pass[pass & 1].done;
+  }
+
+  // The last scores of a leaf are there. Where Q has one buffer, the next pass's rows may come if the leaf is the
+  // pass's last.
+  __device__ __forceinline__ void release_queries(int leaf) const {
+    if constexpr (L::kBuffersQ == 1) {
+      const WorkItem& item = record().item;
+      if (leaf + 1 >= item.leaf_end - item.leaf_begin) release(meta_.half_empty[group_]);
+    }
   }
 };
 
@@ -262,6 +278,12 @@ __device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef
       ptx::mbar_init(ptx::smem_addr(&meta.k_empty[i]), 4 * L::kGroups);
       ptx::mbar_init(ptx::smem_addr(&meta.v_full[i]), Loader::kArrivalsV);
       ptx::mbar_init(ptx::smem_addr(&meta.v_empty[i]), 4 * L::kGroups);
+    }
+    if constexpr (L::kBuffersQ == 1) {
+      for (int i = 0; i < L::kGroups; ++i) {
+        ptx::mbar_init(ptx::smem_addr(&meta.half_full[i]), Loader::kArrivalsHalf);
+        ptx::mbar_init(ptx::smem_addr(&meta.half_empty[i]), 4);
+      }
     }
     ptx::mbar_init(ptx::smem_addr(&meta.patch), 1);
     ptx::mbar_init_fence();

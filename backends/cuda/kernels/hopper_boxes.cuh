@@ -19,7 +19,8 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
 
  public:
   // Arrivals that complete a full barrier: boxes and the table that goes with them come from two hands.
-  static constexpr int kArrivalsQ = 2;
+  static constexpr int kArrivalsQ = L::kBuffersQ == 2 ? 2 : 1;
+  static constexpr int kArrivalsHalf = 1;
   static constexpr int kArrivalsK = 2;
   static constexpr int kArrivalsV = 1;
   static constexpr bool kConsumersFence = false;
@@ -67,16 +68,17 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
   template <int kColumns>
   __device__ __forceinline__ void issue(const TensorMap& map, unsigned dst, unsigned full, int token, int page,
                                         int head) const {
-    static_assert(L::kTile == 128, "boxes of 16 to 128 tokens");
+    static_assert(L::kTile == 64 || L::kTile == 128, "boxes of 16 to 128 tokens, none larger than a tile");
     switch (maps_.box_log2) {
       case 7:
-        return issue_boxes<kColumns, 1>(map, dst, full, token, page, head);
+        if constexpr (L::kTile == 128) return issue_boxes<kColumns, 1>(map, dst, full, token, page, head);
+        return;
       case 6:
-        return issue_boxes<kColumns, 2>(map, dst, full, token, page, head);
+        return issue_boxes<kColumns, L::kTile / 64>(map, dst, full, token, page, head);
       case 5:
-        return issue_boxes<kColumns, 4>(map, dst, full, token, page, head);
+        return issue_boxes<kColumns, L::kTile / 32>(map, dst, full, token, page, head);
       default:
-        return issue_boxes<kColumns, 8>(map, dst, full, token, page, head);
+        return issue_boxes<kColumns, L::kTile / 16>(map, dst, full, token, page, head);
     }
   }
 

@@ -12,49 +12,41 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperTables<Config, Variant, Loading::gather>;
   using Base::bar, Base::base_, Base::describe, Base::describe_runs, Base::fetch_query, Base::kNoShift, Base::lane_;
-  using Base::meta_, Base::p_, Base::query_offset, Base::vector_queries, Base::wait_queries, Base::walk_tiles;
-  using Base::warp_, Base::write_pass, Base::write_row;
+  using Base::meta_, Base::own_part, Base::p_, Base::query_offset, Base::vector_queries, Base::wait_queries, Base::walk_tiles;
+  using Base::wait_half, Base::warp_, Base::write_pass, Base::write_row;
   using typename Base::Query, typename Base::Tile;
 
  public:
   // Arrivals that complete a full barrier: copies come from every thread, tables from every warp.
-  static constexpr int kArrivalsQ = 132;
-  static constexpr int kArrivalsK = 132;
-  static constexpr int kArrivalsV = 128;
+  static constexpr int kArrivalsQ = L::kBuffersQ == 2 ? 132 : 4;
+  static constexpr int kArrivalsHalf = 64;
+  static constexpr int kArrivalsK = L::kTile + L::kTile / 32;
+  static constexpr int kArrivalsV = L::kTile;
   static constexpr bool kConsumersFence = true;
 
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    static_assert(L::kTile == 128, "a warp brings 32 keys");
+    static_assert(L::kTile == 64 || L::kTile == 128, "a warp brings 32 keys, of K and V or of one of them");
     int t = 0, count = 0, before_head = 0;
     int before = -1;  // V of the tile before is still to come
     walk_tiles([&](const WorkItem& item, const PartDesc& part, int head,
                    int first) { gather_queries(item, part, head, first, count++); },
                [&](const Tile& tile, int head, long long slot, int pos) {
-                 const int stage = t % L::kStages;
-                 const long long k = slot < 0 ? kNoRow : slot_offset(p_.k, static_cast<unsigned>(slot), head);
-                 ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
-                 gather_any<L::kDim, L::kSlabKv>(p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK,
-                                                 warp_ * 32, k, lane_);
-                 arrive(bar(meta_.k_full[stage]), p_.k.vectors);
-                 if (!L::kNeedsKeys && tile.shift != kNoShift) {
-                   if (lane_ == 0) describe_runs(tile, stage, warp_);
-                 } else {
-                   const KeyRange range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
-                   if (lane_ == 0) meta_.range[stage][warp_] = range;
+                 if (L::kTile == 64 && warp_ >= 2) {
+                   gather_v(t++, static_cast<int>(slot), head);
+                   return;
                  }
-                 __syncwarp();
-                 if (lane_ == 0) ptx::mbar_arrive(bar(meta_.k_full[stage]));
-                 if (t > 0) gather_v(t - 1, before, before_head);
+                 gather_k(tile, t, slot, pos, head);
+                 if (L::kTile == 128 && t > 0) gather_v(t - 1, before, before_head);
                  before = static_cast<int>(slot);
                  before_head = head;
                  ++t;
                });
-    if (t > 0) gather_v(t - 1, before, before_head);
+    if (L::kTile == 128 && t > 0) gather_v(t - 1, before, before_head);
     wait_queries(count);
     if (warp_ == 0 && lane_ == 0) meta_.pass[count & 1].done = 1;
-    ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+    if constexpr (L::kBuffersQ == 2) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
     __syncwarp();
     if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
   }
@@ -67,12 +59,14 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
 #pragma unroll 1
     for (int row = warp_ * 32; row < L::kRows; row += 128) {
       const Query query = fetch_query(item, part, first + row + lane_);
-      gather_any<L::kDim, L::kSlabQ>(vector_queries(), p_.q, base_ + buffer * L::kBytesQ, row,
+      if constexpr (L::kBuffersQ == 1) wait_half(row / 64, count);
+      gather_any<L::kDim, L::kSlabQ>(vector_queries(), p_.q, base_ + (buffer & (L::kBuffersQ - 1)) * L::kBytesQ, row,
                                      query_offset(item, part, head, first + row + lane_), lane_);
+      if constexpr (L::kBuffersQ == 1) arrive(bar(meta_.half_full[row / 64]), vector_queries());
       write_row(item, part, head, first, row + lane_, query, buffer);
     }
     if (warp_ == 0) write_pass(item, part, head, first, buffer);
-    arrive(bar(meta_.q_full[buffer]), vector_queries());
+    if constexpr (L::kBuffersQ == 2) arrive(bar(meta_.q_full[buffer]), vector_queries());
     __syncwarp();
     if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[buffer]));
   }
@@ -86,12 +80,29 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
     }
   }
 
+  __device__ __forceinline__ void gather_k(const Tile& tile, int t, long long slot, int pos, int head) const {
+    const int stage = t % L::kStages;
+    const long long from = slot < 0 ? kNoRow : slot_offset(p_.k, static_cast<unsigned>(slot), head);
+    ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
+    gather_any<L::kDim, L::kSlabKv>(p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK, warp_ * 32, from,
+                                    lane_);
+    arrive(bar(meta_.k_full[stage]), p_.k.vectors);
+    if (!L::kNeedsKeys && tile.shift != kNoShift) {
+      if (lane_ == 0) describe_runs(tile, stage, warp_);
+    } else {
+      const KeyRange range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
+      if (lane_ == 0) meta_.range[stage][warp_] = range;
+    }
+    __syncwarp();
+    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.k_full[stage]));
+  }
+
   __device__ __forceinline__ void gather_v(int t, int slot, int head) {
     const int stage = t % L::kStages;
     ptx::mbar_wait(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
     const long long from = slot < 0 ? kNoRow : slot_offset(p_.v, static_cast<unsigned>(slot), head);
-    gather_any<L::kDimVo, L::kSlabKv>(p_.v.vectors, p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV, warp_ * 32,
-                                      from, lane_);
+    gather_any<L::kDimVo, L::kSlabKv>(p_.v.vectors, p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV,
+                                      own_part() * 32, from, lane_);
     arrive(bar(meta_.v_full[stage]), p_.v.vectors);
   }
 };

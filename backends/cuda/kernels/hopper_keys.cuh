@@ -32,9 +32,12 @@ class HopperKeys {
   };
   static constexpr int kNoShift = -0x7fffffff;
 
+  // gather: which 32 keys of a tile this warp brings.
+  __device__ __forceinline__ int own_part() const { return L::kTile == 128 ? warp_ : warp_ & (L::kTile / 32 - 1); }
+
   // A lane looks up the first key of its box (boxes) or its own key (gather): `at` is the key's place in the tile.
   __device__ __forceinline__ int lookup_key() const {
-    return kHow == Loading::boxes ? lane_ << maps_.box_log2 : warp_ * 32 + lane_;
+    return kHow == Loading::boxes ? lane_ << maps_.box_log2 : own_part() * 32 + lane_;
   }
 
   // Listed block of the key at an offset, or -1. The load is issued a tile ahead: its latency is that of L2 or worse.

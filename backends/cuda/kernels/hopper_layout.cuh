@@ -57,7 +57,10 @@ struct HopperLayout {
   static constexpr int kBytesQ = kSlabQ * (kDim / 64);
   static constexpr int kBytesK = kSlabKv * (kDim / 64);
   static constexpr int kBytesV = kSlabKv * (kDimVo / 64);
-  static constexpr int kOffsetK = 2 * kBytesQ;
+  // Two buffers of Q where they fit beside the tiles and 20 KB of tables; else one, and each warpgroup's half of it has
+  // barriers of its own, because it is free as soon as that warpgroup has its last scores.
+  static constexpr int kBuffersQ = 2 * kBytesQ + kStages * (kBytesK + kBytesV) <= 207 * 1024 ? 2 : 1;
+  static constexpr int kOffsetK = kBuffersQ * kBytesQ;
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
   static constexpr int kOffsetMeta = kOffsetV + kStages * kBytesV;
 };
@@ -81,8 +84,8 @@ struct alignas(16) KeyRange {
 constexpr int kKeysLive = 1;  // all are there
 constexpr int kKeysRun = 2;   // those that are there lie side by side and their positions ascend by one
 
-// What loaders tell consumers, and the barriers. A Q buffer, its pass record and its row table are one; so are a stage
-// of K and its key table.
+// What loaders tell consumers, and the barriers. A Q buffer (where there are two), its pass record and its row table are
+// one; so are a stage of K and its key table.
 template <class L>
 struct HopperMeta {
   int pos[L::kStages][L::kTile];  // positions of the keys; kDeadKey: no key
@@ -97,6 +100,7 @@ struct HopperMeta {
   unsigned long long k_full[L::kStages], k_empty[L::kStages];
   unsigned long long v_full[L::kStages], v_empty[L::kStages];
   unsigned long long patch;
+  unsigned long long half_full[L::kBuffersQ == 1 ? L::kGroups : 1], half_empty[L::kBuffersQ == 1 ? L::kGroups : 1];
 };
 
 template <class Config, class Variant>

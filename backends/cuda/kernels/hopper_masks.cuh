@@ -29,7 +29,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
   // Whether every row of the warpgroup sees the whole tile.
   __device__ __forceinline__ bool whole(int t, int offset) const {
     if (!Variant::mask_is_interval) return false;
-    const KeyRange range = meta_.range[t % L::kStages][lane_ % 4];
+    const KeyRange range = meta_.range[t % L::kStages][lane_ % kParts];
     const bool yes = (range.kind & kKeysLive) && range.low >= low_max_ && range.high <= high_min_;
     return __all_sync(0xffffffffu, yes) && !any_mask_ && offset + L::kTile <= limit_min_;
   }
@@ -43,7 +43,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
     if constexpr (Variant::mask_is_interval) {
       view.all = (offset >= whole_begin_ && offset + L::kTile <= whole_end_) || whole(t, offset);
       if (view.all) return;
-      runs = __all_sync(0xffffffffu, meta_.range[t % L::kStages][lane_ % 4].kind & kKeysRun);
+      runs = __all_sync(0xffffffffu, meta_.range[t % L::kStages][lane_ % kParts].kind & kKeysRun);
     }
     view.partial = 0;
 #pragma unroll

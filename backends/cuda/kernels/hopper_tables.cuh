@@ -135,6 +135,11 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     }
   }
 
+  // Where there is one buffer of Q: the half of a warpgroup is free for pass `count`.
+  __device__ __forceinline__ void wait_half(int group, int count) const {
+    ptx::mbar_wait(bar(meta_.half_empty[group]), (count & 1) ^ 1);
+  }
+
   __device__ __forceinline__ void run_queries() {
     int count = 0;
     walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
@@ -143,6 +148,12 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       for (int row = lane_; row < L::kRows; row += 32) {
         const long long at = query_offset(item, part, head, first + row);
         if (at != kNoRow) ptx::prefetch_l2<L::kDim * 2>(p_.q + at * 2);
+      }
+      if constexpr (L::kBuffersQ == 1) {
+#pragma unroll 1
+        for (int group = 0; group < L::kGroups; ++group) bring_half(item, part, head, first, group, count);
+        ++count;
+        return;
       }
       wait_queries(count);
 #pragma unroll 1
@@ -157,8 +168,24 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
       ++count;
     });
+    if constexpr (L::kBuffersQ == 1) return;
     wait_queries(count);
     if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+  }
+
+  __device__ __forceinline__ void bring_half(const WorkItem& item, const PartDesc& part, int head, int first, int group,
+                                             int count) const {
+    wait_half(group, count);
+#pragma unroll
+    for (int row = group * 64; row < group * 64 + 64; row += 32) {
+      gather_any<L::kDim, L::kSlabQ>(vector_queries(), p_.q, base_, row,
+                                     query_offset(item, part, head, first + row + lane_), lane_);
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.half_full[group]));
   }
 
   __device__ __forceinline__ bool vector_queries() const {
