@@ -93,8 +93,8 @@ def test_registers_and_spills(name, arch):
 HOPPER_SPECS = {
     "bf16 128": ({}, (0, 40, 16, 64)),
     "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (0, 16, 0, 16)),
-    "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (0, 40, 72, 96)),
-    "256": ({"head_dim": 256}, (120, 200, 208, 264)),
+    "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (8, 48, 72, 120)),
+    "256": ({"head_dim": 256}, (120, 136, 216, 248)),
     "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (0, 40, 0, 40)),
     "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (16, 48, 16, 48)),
     "window, softcap": (

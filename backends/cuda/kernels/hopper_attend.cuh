@@ -144,7 +144,8 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     const int end = min(stop, whole_end_ - L::kTile + 1);
     unsigned next = (tile_ + 1) % 2;
     unsigned k = base_ + L::kOffsetK + next * L::kBytesK, v = base_ + L::kOffsetV + (1 - next) * L::kBytesV;
-    const unsigned long long q = ptx::desc_sw128(base_ + (pass_ & (L::kBuffersQ - 1)) * L::kBytesQ + group_ * 64 * 128, 0, 1024);
+    const unsigned long long q =
+        ptx::desc_sw128(base_ + (pass_ & (L::kBuffersQ - 1)) * L::kBytesQ + group_ * 64 * 128, 0, 1024);
     ptx::wgmma_pin(o);
 #pragma unroll 1
     for (; offset < end; offset += L::kTile) {

@@ -12,7 +12,8 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperTables<Config, Variant, Loading::gather>;
   using Base::bar, Base::base_, Base::describe, Base::describe_runs, Base::fetch_query, Base::kNoShift, Base::lane_;
-  using Base::meta_, Base::own_part, Base::p_, Base::query_offset, Base::vector_queries, Base::wait_queries, Base::walk_tiles;
+  using Base::meta_, Base::own_part, Base::p_, Base::query_offset, Base::vector_queries, Base::wait_queries,
+      Base::walk_tiles;
   using Base::wait_half, Base::warp_, Base::write_pass, Base::write_row;
   using typename Base::Query, typename Base::Tile;
 
@@ -101,8 +102,8 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
     const int stage = t % L::kStages;
     ptx::mbar_wait(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
     const long long from = slot < 0 ? kNoRow : slot_offset(p_.v, static_cast<unsigned>(slot), head);
-    gather_any<L::kDimVo, L::kSlabKv>(p_.v.vectors, p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV,
-                                      own_part() * 32, from, lane_);
+    gather_any<L::kDimVo, L::kSlabKv>(p_.v.vectors, p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV, own_part() * 32,
+                                      from, lane_);
     arrive(bar(meta_.v_full[stage]), p_.v.vectors);
   }
 };

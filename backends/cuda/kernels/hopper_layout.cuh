@@ -84,8 +84,8 @@ struct alignas(16) KeyRange {
 constexpr int kKeysLive = 1;  // all are there
 constexpr int kKeysRun = 2;   // those that are there lie side by side and their positions ascend by one
 
-// What loaders tell consumers, and the barriers. A Q buffer (where there are two), its pass record and its row table are
-// one; so are a stage of K and its key table.
+// What loaders tell consumers, and the barriers. A Q buffer (where there are two), its pass record and its row table
+// are one; so are a stage of K and its key table.
 template <class L>
 struct HopperMeta {
   int pos[L::kStages][L::kTile];  // positions of the keys; kDeadKey: no key
