@@ -132,6 +132,10 @@ class Attention:
         runtime = self._runtime
         if not isinstance(index, (BlockSparse, Composite)):
             raise ArgumentError("index", "must come from attnrt.formats", type(index).__name__)
+        if load and pad_to is None:
+            found = runtime.step(index, self.scheduler, stream)
+            if found is not None:
+                return found
         runtime.check_index(index)
         traits = runtime.traits(index.features)
         found = make_plan(

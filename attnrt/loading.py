@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,11 @@ __all__ = [
     "LoadedAt",
     "OpenLoaded",
     "Resident",
+    "ResidentLater",
     "Staging",
     "Uploads",
     "bound_views",
+    "loaded_at",
     "make_resident",
     "write_all",
     "write_plan",
@@ -180,18 +183,50 @@ def index_kinds(parts: int) -> tuple[Dtype, ...]:
     return (int32, int32, *[as_dtype(dtype) for dtype in PART_FIELDS.values()] * parts)
 
 
-class LoadedAt(Loaded):
-    """A loaded plan whose views of the plan area are made when somebody asks for them: most kernels read addresses alone."""
+class ResidentLater(Resident):
+    """A Resident whose views are made when somebody asks for them."""
 
-    __slots__ = ("addresses", "places")
+    __slots__ = ("make",)
+
+    make: Callable[[], Resident]
+
+    @staticmethod
+    def of(parts: tuple[BlockSparse, ...], requests: Requests, make: Callable[[], Resident]) -> ResidentLater:
+        """An index that lies where ``make`` says."""
+        found = ResidentLater.__new__(ResidentLater)
+        found.parts, found.requests, found.make = parts, requests, make
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("views", "qo_lens", "kv_lens", "bound_kv_lens"):
+            raise AttributeError(name)
+        made = self.make()
+        self.views, self.qo_lens, self.kv_lens = made.views, made.qo_lens, made.kv_lens
+        self.bound_kv_lens = made.bound_kv_lens
+        return getattr(self, name)
+
+
+class LoadedAt(Loaded):
+    """A loaded plan whose views of the plan area are made when somebody asks for them: most kernels read addresses alone.
+
+    Where ``make`` was set, all but the plan is made so.
+    """
+
+    __slots__ = ("addresses", "make", "places")
 
     addresses: tuple[int, ...]
     places: tuple[Device, Any]
+    make: Callable[[], LoadedAt]
 
-    def __getattr__(self, name: str) -> TensorView:
+    def __getattr__(self, name: str) -> Any:
         number = _PLAN_VIEWS.get(name)
         if number is None:
-            raise AttributeError(name)
+            if name not in _LATER:
+                raise AttributeError(name)
+            made = self.make()
+            for field in _LATER:
+                object.__setattr__(self, field, getattr(made, field))
+            return getattr(self, name)
         plan, (device, owner) = self.plan, self.places
         arrays = (
             plan.work.items,
@@ -212,11 +247,55 @@ _PLAN_VIEWS = {
 }
 
 
+#: What a LoadedAt of a later making does not have yet.
+_LATER = (
+    *("parts", "header", "qo_lens", "kv_lens", "bound_kv_lens", "partial_acc", "partial_ml"),
+    *("addresses", "places", "counters", "room"),
+)
+
+
 class OpenLoaded(Loaded):
     """A LoadedAt while it is filled in (see scheduler/values.py)."""
 
-    __slots__ = ("addresses", "places")
+    __slots__ = ("addresses", "make", "places")
     __setattr__ = object.__setattr__  # type: ignore[assignment]
+
+
+def loaded_at(
+    plan: Plan,
+    plan_span: tuple[tuple[int, ...], int],
+    resident: Resident,
+    counters: int,
+    home: tuple[tuple[Any, Any, Any], Area, lay.CellLayout],
+    device: Device,
+) -> LoadedAt:
+    """The record that backends read, filled in by hand: a load is on every step's way.
+
+    ``plan_span``: offsets of the plan's arrays (layout.plan_offsets) and their bytes; ``home``: what a load does not move
+    (Workspace.fixed), the cell that holds the plan and its layout.
+    """
+    (acc, ml, header), cell, size = home
+    plan_at, plan_bytes = plan_span
+    start = cell.address + size.plan - plan_bytes
+    bound = resident.bound_kv_lens
+    made: Any = OpenLoaded.__new__(OpenLoaded)
+    made.plan, made.parts, made.header = plan, resident.views, header
+    made.qo_lens, made.kv_lens, made.bound_kv_lens = resident.qo_lens, resident.kv_lens, bound
+    made.partial_acc, made.partial_ml = acc, ml
+    rest = (
+        resident.qo_lens.ptr,
+        resident.kv_lens.ptr,
+        0 if bound is None else bound.ptr,
+        acc.ptr,
+        ml.ptr,
+    )
+    indptr, rows, slots, leaves, work, counts = plan_at
+    made.addresses = (start + work, start + indptr, start + rows, start + slots, start + leaves, *rest)
+    made.places = (device, cell.owner)
+    made.counters = (start + counts if counters else 0, counters)
+    made.room = (size.plan, size.index)
+    made.__class__ = LoadedAt
+    return made  # type: ignore[no-any-return]
 
 
 def write_plan(target: np.ndarray, base: int, loaded: Loaded, at: tuple[int, ...]) -> None:

@@ -132,7 +132,7 @@ def run_again(
 
 def _renew(runtime: Runtime, quick: Quick) -> bool:
     """Compare a form with a newly loaded plan; raises what the long way would."""
-    quick.form.check(runtime.needs)
+    runtime.check_form(quick.form)
     if quick.page_size != runtime.needs.page_size and 0 in (quick.form.k.page_size, quick.form.v.page_size):
         return False  # a pool of slots is read in the index's pages
     quick.repeat.reload(runtime.tenant.loaded)

@@ -23,6 +23,7 @@ from attnrt.loading import Uploads
 from attnrt.operands import REMEMBER, Form, Needs, Rules, at, read_form, slow_signature, split_kv
 from attnrt.repeat import NOT_YET, Quick, remember, run_again
 from attnrt.results import empty_like_caller, to_caller
+from attnrt.step import Stepper
 from attnrt.tensor import TensorView, native, signature, view
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ class Runtime:
         self.front = native.Repeats(self.lock.acquire, self.lock.release, spec.shared_kv, True)
         self.appends = native.Repeats(self.lock.acquire, self.lock.release, spec.shared_kv, False)
         self._uploads = Uploads(self.ops, device)
+        self.capacity = float(
+            "inf"
+        )  # slots of the smallest pool of the forms that were compared with the loaded plan
+        self.stepper = Stepper.of(self)
 
     # ------------------------------------------------------------------------------------------- plans
 
@@ -144,6 +149,8 @@ class Runtime:
         if not self.lock.acquire(blocking=False):
             raise _busy("load")
         try:
+            if self.stepper is not None:
+                self.stepper.pause()  # whatever comes of it: memory may move before a load fails
             self.workspace.load(self.tenant, plan, kernel, handle)
             if kernel is not self.kernel:
                 self.quick.clear()
@@ -151,10 +158,44 @@ class Runtime:
             self.needs = Needs.of(plan)
             self.front.begin(plan)
             self.appends.begin(plan)
-            self.epoch += 1
-            self._calls.clear()
+            self._forget_forms()
         finally:
             self.lock.release()
+
+    def step(self, index: Index, scheduler: Any, stream: Any) -> Plan | None:
+        """Plan and load by one call, where that is possible; None: nothing was done (step.py)."""
+        stepper = self.stepper
+        if stepper is None or self.kernel is None:
+            return None
+        handle = self.ops.stream(stream)
+        if not self.lock.acquire(blocking=False):
+            raise _busy("load")
+        try:
+            return stepper.step(index, scheduler, handle)
+        finally:
+            self.lock.release()
+
+    def follow(self, plan: Plan, needs: Needs, same: bool) -> None:
+        """A plan was loaded by the stepper; ``same``: all that runs remember holds for it, too."""
+        self.needs = needs
+        self.appends.begin(plan)
+        if same:
+            self.front.follow(plan)
+            self._calls.clear()
+        else:
+            self.front.begin(plan)
+            self._forget_forms()
+
+    def _forget_forms(self) -> None:
+        """No form has been compared with the plan that is loaded now."""
+        self.epoch += 1
+        self.capacity = float("inf")
+        self._calls.clear()
+
+    def check_form(self, form: Form) -> None:
+        """Compare a form with the loaded plan."""
+        form.check(self.needs)
+        self.capacity = min(self.capacity, form.k.slots)
 
     def check_plan(self, plan: Plan) -> None:
         """Whether a plan was made for this attention."""
@@ -250,7 +291,7 @@ class Runtime:
         scale = spec.sm_scale if sm_scale is None else scale_of(sm_scale)
         form, ptrs, owners = self._form(q, k, v, out, lse)
         if form.epoch != self.epoch:
-            form.check(self.needs)
+            self.check_form(form)
             form.epoch = self.epoch
         handle = 0 if self.host and stream is None else self.ops.stream(stream, form.q)
         capturing = not self.host and self.ops.capturing(handle)

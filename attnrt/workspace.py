@@ -23,11 +23,10 @@ from attnrt.layout import CellLayout, Limits
 from attnrt.loading import (
     GROWTH,
     Area,
-    LoadedAt,
-    OpenLoaded,
     Resident,
     Staging,
     bound_views,
+    loaded_at,
     make_resident,
     write_all,
     write_plan,
@@ -108,7 +107,7 @@ class Workspace:
         self.device, self.tenants = _tenants(specs, limits, device, backend)
         self.ops = ops_of(self.device)
         self.lock = threading.Lock()
-        self._residents: list[Resident | None] = [None] * len(self.tenants)
+        self.residents: list[Resident | None] = [None] * len(self.tenants)
         self._scratch = Area()
         self._staging = Staging(self.ops)
         if limits is not None:
@@ -164,7 +163,7 @@ class Workspace:
         place = self._resident(plan)
         if place == tenant.number and plan_bytes > tenant.layout.plan:
             place = -1  # the cell is about to move, and the index with it
-        resident = None if place < 0 else self._residents[place]
+        resident = None if place < 0 else self.residents[place]
         index: tuple[list[Any], list[int], int] = ([], [], 0)
         if resident is None:
             place = self._place(tenant)
@@ -178,15 +177,15 @@ class Workspace:
             home = self.tenants[place]
             spots = (home.cell.address + home.layout.base, index[1])
             resident = make_resident(plan, index[0], spots, bound, self.device, home.cell.owner)
-            self._residents[place] = None
+            self.residents[place] = None
         loaded = self._loaded(tenant, plan, (plan_at, plan_bytes), resident, counters)
         self._send(tenant, place, loaded, kernel, (plan_at, plan_bytes), index, stream)
-        self._residents[place], tenant.holds = resident, place
+        self.residents[place], tenant.holds = resident, place
         tenant.loaded, tenant.ordered = loaded, {stream}
         if len(self.tenants) > 1:  # let go of what nobody holds, so that its arrays can be freed
             for number in range(len(self.tenants)):
                 if all(t.holds != number for t in self.tenants):
-                    self._residents[number] = None
+                    self.residents[number] = None
         return loaded
 
     def order_run(self, tenant: Tenant, stream: int) -> None:
@@ -198,7 +197,7 @@ class Workspace:
     def _resident(self, plan: Plan) -> int:
         """Area whose index is this plan's, or -1."""
         requests, parts = plan.index.requests, plan.parts
-        for number, found in enumerate(self._residents):
+        for number, found in enumerate(self.residents):
             if found is None or found.requests is not requests or len(found.parts) != len(parts):
                 continue
             if all(map(operator.is_, found.parts, parts)):
@@ -271,34 +270,16 @@ class Workspace:
         resident: Resident,
         counters: int,
     ) -> Loaded:
-        """The record that backends read, filled in by hand: a load is on every step's way."""
-        plan_at, plan_bytes = plan_span
-        start = tenant.cell.address + tenant.layout.plan - plan_bytes
+        home = (self.fixed(tenant), tenant.cell, tenant.layout)
+        return loaded_at(plan, plan_span, resident, counters, home, self.device)
+
+    def fixed(self, tenant: Tenant) -> tuple[TensorView, TensorView, TensorView | None]:
+        """Partial states and header: what a load does not move."""
         if tenant.fixed is None:
             tenant.fixed = self._fixed(tenant)
-        acc, ml, header = tenant.fixed
-        bound = resident.bound_kv_lens
-        made: Any = OpenLoaded.__new__(OpenLoaded)
-        made.plan, made.parts, made.header = plan, resident.views, header
-        made.qo_lens, made.kv_lens, made.bound_kv_lens = resident.qo_lens, resident.kv_lens, bound
-        made.partial_acc, made.partial_ml = acc, ml
-        rest = (
-            resident.qo_lens.ptr,
-            resident.kv_lens.ptr,
-            0 if bound is None else bound.ptr,
-            acc.ptr,
-            ml.ptr,
-        )
-        indptr, rows, slots, leaves, work, counts = plan_at
-        made.addresses = (start + work, start + indptr, start + rows, start + slots, start + leaves, *rest)
-        made.places = (self.device, tenant.cell.owner)
-        made.counters = (start + counts if counters else 0, counters)
-        made.room = (tenant.layout.plan, tenant.layout.index)
-        made.__class__ = LoadedAt
-        return made  # type: ignore[no-any-return]
+        return tenant.fixed  # type: ignore[no-any-return]
 
     def _fixed(self, tenant: Tenant) -> tuple[TensorView, TensorView, TensorView | None]:
-        """Partial states and header: what a load does not move."""
         spec, size, scratch = tenant.spec, tenant.layout, self._scratch
         dtype = tenant.partial_dtype
         acc = (size.slots, spec.num_qo_heads, spec.head_dim_vo)
@@ -367,7 +348,7 @@ class Workspace:
 
     def _forget(self, tenant: Tenant) -> None:
         """The index in the tenant's old cell keeps its old memory alive through its views, but is not found again."""
-        self._residents[tenant.number] = None
+        self.residents[tenant.number] = None
         for other in self.tenants:
             if other.holds == tenant.number:
                 other.holds = -1

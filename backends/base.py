@@ -167,7 +167,8 @@ class Kernel(Protocol):
     Optional: ``pack_header`` (see Backend); ``counters(plan, limits)``, how many ``Loaded.counters`` it wants;
     ``profile(call)``, which runs a call and returns (worker, start_ns, stop_ns) of every item, int64 [items, 3];
     ``place(name, array)``, a parameter's host array where kernels can read it; ``prepare(plan, limits)``, which compiles what
-    runs of a plan need (plan None: of any plan within limits; both None: all) where ``compile`` puts that off.
+    runs of a plan need (plan None: of any plan within limits; both None: all) where ``compile`` puts that off; ``steady(loaded,
+    limits)``, from which plans like the loaded one may be brought to the device without it (attnrt/step.py).
     """
 
     def attend(self, call: Call) -> None:

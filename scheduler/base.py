@@ -267,8 +267,16 @@ class MergeList:
         return len(self.rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plan:
+class _Later:
+    """Room for what the two lists of a plan are made of when somebody looks at them."""
+
+    __slots__ = ("later",)
+
+    later: tuple[Any, int, int, int]  # bytes as attnrt_take writes them; items, merges, entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class Plan(_Later):
     """A schedule of one index under one spec. Immutable; loads into any Attention of that spec.
 
     Attributes
@@ -299,6 +307,24 @@ class Plan:
     num_rows: int
     tree: str = "sequential"
     deterministic: str = "batch"
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what is not there: a step whose plan goes to the device by itself makes no lists (attnrt/step.py).
+        if name not in ("work", "merge"):
+            raise AttributeError(f"'Plan' object has no attribute {name!r}")
+        from attnrt.scheduler.plan_native import lists_of
+
+        work, merge = lists_of(*self.later, self.traits.all_workers)
+        object.__setattr__(self, "work", work)
+        object.__setattr__(self, "merge", merge)
+        return work if name == "work" else merge
+
+    def __repr__(self) -> str:
+        work, merge = self.work, self.merge
+        return (
+            f"Plan({self.num_rows} rows, {len(work)} items of {self.traits.all_workers} workers, {len(merge)} rows to merge, "
+            f"{self.num_slots} slots, {self.traits.name}, deterministic={self.deterministic!r})"
+        )
 
     @property
     def digest(self) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnrt.formats.base import Index
     from attnrt.spec import AttentionSpec
 
-__all__ = ["TREES", "make_plan"]
+__all__ = ["TREES", "facts_of", "make_plan", "plan_of"]
 
 TREES = ("sequential", "pairwise")
 DETERMINISM = ("batch", "token", "run")
@@ -86,7 +86,7 @@ def make_plan(
     slots = traits.max_partial_slots
     if max_partial_slots is not None:
         slots = min(slots, _count("max_partial_slots", max_partial_slots))
-    facts = _facts.get(id(spec)) or _new_facts(spec)
+    facts = facts_of(spec)
     parts, limits = index.parts, _NO_LIMITS
     if len(parts) > 1:
         aligned = align_native(parts, facts, traits, num_rows) if can_plan(traits) else None
@@ -115,6 +115,28 @@ def make_plan(
     plan.spec, plan.index, plan.parts, plan.traits = spec, index, parts, traits
     plan.work, plan.merge, plan.num_slots, plan.num_rows = work, merge, num_slots, num_rows
     plan.tree, plan.deterministic = tree, deterministic
+    plan.__class__ = Plan
+    return plan
+
+
+def facts_of(spec: AttentionSpec) -> Facts:
+    """What planning needs of a spec."""
+    return _facts.get(id(spec)) or _new_facts(spec)
+
+
+def plan_of(
+    spec: AttentionSpec,
+    index: BlockSparse,
+    traits: Traits,
+    deterministic: str,
+    later: tuple[Any, int, int, int],
+    num_slots: int,
+) -> Plan:
+    """The plan that make_plan would have made, of what its planner wrote (``Plan.later``)."""
+    plan = _OpenPlan()
+    plan.spec, plan.index, plan.parts, plan.traits = spec, index, (index,), traits
+    plan.later, plan.num_slots, plan.num_rows = later, num_slots, index.num_qo
+    plan.tree, plan.deterministic = "sequential", deterministic
     plan.__class__ = Plan
     return plan
 

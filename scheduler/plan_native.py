@@ -49,6 +49,8 @@ __all__ = [
     "Facts",
     "can_plan",
     "failure",
+    "fixed_numbers",
+    "lists_of",
     "plan_native",
     "point_at_queries",
     "point_at_requests",
@@ -203,6 +205,28 @@ def plan_native(
     return _take(counts, traits.all_workers)
 
 
+def fixed_numbers(
+    facts: Facts, traits: Traits, scheduler: str, max_slots: int
+) -> tuple[tuple[int, ...], Any] | None:
+    """What the planner's problem has from step to step (addresses of attnrt_plan and attnrt_take, of the traits; KV heads, group,
+    mode, reach, slots) and what must stay alive for it; None: these steps need Python."""
+    if (
+        facts.reach is None
+        or scheduler.__class__ is not str
+        or scheduler not in MODES
+        or not can_plan(traits)
+    ):
+        return None
+    struct = _traits_struct(traits)
+    calls = [int(ffi.cast("uintptr_t", ffi.addressof(lib, name))) for name in ("attnrt_plan", "attnrt_take")]
+    left, right = (FAR if n is None else min(n, FAR) for n in facts.reach)
+    numbers = (
+        *(*calls, int(ffi.cast("uintptr_t", struct)), facts.num_kv_heads, facts.group),
+        *(MODES[scheduler], left, right, min(max_slots, _INT32_MAX)),
+    )
+    return numbers, (traits, struct)
+
+
 def failure(status: int, slots: int = 0, max_slots: int = 0) -> Exception:
     """What a status of the C++ calls means."""
     if status == OUTSIDE:
@@ -267,19 +291,28 @@ def _fill(out: Any, part: Any, limits: Any, composed: Any) -> Any:
 
 def _take(counts: Any, num_workers: int) -> tuple[WorkList, MergeList, int]:
     items, merges, entries = counts.items, counts.merges, counts.entries
+    buffer = _empty(items * _NW + num_workers + 1 + merges * _NM + 2 * entries, _INT32)
+    lib.attnrt_take(_buffer(_INTS, buffer))
+    return *lists_of(buffer, items, merges, entries, num_workers), counts.slots
+
+
+def lists_of(
+    buffer: Any, items: int, merges: int, entries: int, num_workers: int
+) -> tuple[WorkList, MergeList]:
+    """Both lists over what attnrt_take wrote; ``buffer`` is an int32 array or bytes of one."""
+    if buffer.__class__ is not _ndarray:
+        buffer = np.frombuffer(buffer, _INT32)
     a = items * _NW
     b = a + num_workers + 1
     c = b + merges * _NM
     d = c + entries
-    buffer = _empty(d + entries, _INT32)
-    lib.attnrt_take(_buffer(_INTS, buffer))
     work = _OpenWork()
     work.items, work.worker_indptr = _ndarray((items, _NW), _INT32, buffer), buffer[a:b]
     work.__class__ = WorkList
     if not merges:
-        return work, _NO_MERGES, counts.slots
+        return work, _NO_MERGES
     merge = _OpenMerge()
     merge.rows, merge.slots = _ndarray((merges, _NM), _INT32, buffer, 4 * b), buffer[c:d]
     merge.leaves = buffer[d:]
     merge.__class__ = MergeList
-    return work, merge, counts.slots
+    return work, merge

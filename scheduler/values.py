@@ -16,5 +16,6 @@ __all__ = ["twin"]
 
 
 def twin(cls: type) -> Any:
-    """An open class with the slots of a frozen, slotted dataclass without bases."""
-    return type(f"Open{cls.__name__}", (), {"__slots__": tuple(field.name for field in fields(cls))})
+    """An open class with the slots of a frozen, slotted dataclass; its bases, if it has any, are slots alone."""
+    bases = tuple(base for base in cls.__bases__ if base is not object)
+    return type(f"Open{cls.__name__}", bases, {"__slots__": tuple(field.name for field in fields(cls))})

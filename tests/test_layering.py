@@ -34,7 +34,7 @@ LAYERS = (
     *(
         {"layout", "operands", "arguments", "overlap"},
         {"dispatch"},
-        {"loading", "workspace", "append", "repeat"},
+        {"loading", "workspace", "append", "repeat", "step"},
         {"runtime"},
         {"api"},
     ),

@@ -119,6 +119,15 @@ PyObject* repeats_begin(PyObject* object, PyObject* plan) {
   Py_RETURN_NONE;
 }
 
+// follow(plan): another plan is loaded under which every form runs as it did under the one before.
+PyObject* repeats_follow(PyObject* object, PyObject* plan) {
+  Repeats* self = reinterpret_cast<Repeats*>(object);
+  PyObject* old = self->plan;
+  self->plan = Py_NewRef(plan);
+  Py_DECREF(old);
+  Py_RETURN_NONE;
+}
+
 // add(arrays, function, record, extents, scale, device, current, owner, stream): a call of these arrays has run on
 // `stream`, after the load. Later ones on that stream may be launched from here. extents: (low, high) of each array or
 // None.
@@ -294,6 +303,7 @@ PyObject* repeats_run(PyObject* object, PyObject* const* args, Py_ssize_t n) {
 
 PyMethodDef repeats_methods[] = {
     {"begin", repeats_begin, METH_O, nullptr},
+    {"follow", repeats_follow, METH_O, nullptr},
     {"add", repeats_add, METH_VARARGS, nullptr},
     {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(repeats_run)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},

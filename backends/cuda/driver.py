@@ -214,6 +214,18 @@ class CudaOps:
         check(self.lib.attnrt_cuda_event_record(self.index, event.handle, stream), "cuEventRecord")
         return event
 
+    def step_calls(self) -> tuple[int, int, int]:
+        """Addresses of attnrt_cuda_send and attnrt_cuda_event_sync and the device, for who calls them without Python."""
+        found = [
+            self.ffi.addressof(self.lib, name) for name in ("attnrt_cuda_send", "attnrt_cuda_event_sync")
+        ]
+        send, wait = (int(self.ffi.cast("uintptr_t", address)) for address in found)
+        return send, wait, self.index
+
+    def event(self) -> Any:
+        """An event that nothing has been recorded in."""
+        return _Event(self.index)
+
     def wait_host(self, event: Any) -> None:
         check(self.lib.attnrt_cuda_event_sync(self.index, event.handle), "cuEventSynchronize")
 

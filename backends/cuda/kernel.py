@@ -68,9 +68,11 @@ class Module(Protocol):
         ...
 
 
-def launch_record(device: int, kernel: int, smem: int, dependent: bool) -> Any:
-    """A new attnrt_launch_t; ``dependent``: CTAs may start while the kernel before ends (sm_90), and begin with a wait."""
+def launch_record(device: int, name: str, kernel: int, smem: int, dependent: bool) -> Any:
+    """A new attnrt_launch_t; ``dependent``: CTAs begin with a wait and may start while the kernel before ends (sm_90). Those of
+    the Hopper kernel, which take a multiprocessor each, may not: they would start 10 to 30 us later (docs/performance.md)."""
     ffi, _ = driver.shim()
+    dependent = dependent and name not in HOPPER
     record = ffi.new("attnrt_launch_t *")
     record.device, record.kernel, record.threads, record.smem = device, kernel, THREADS, smem
     record.pdl = dependent and driver.device_attribute(device, driver.MAJOR) >= 9
@@ -94,7 +96,9 @@ class DriverModule:
         self._entries = {}
         for name in names:
             smem = self.library.number(_SMEM[name]) if name in _SMEM else 0
-            self._entries[name] = launch_record(device, self.library.kernel(name, smem), smem, dependent)
+            self._entries[name] = launch_record(
+                device, name, self.library.kernel(name, smem), smem, dependent
+            )
 
     def entry(self, name: str) -> Any:
         return self._entries[name]
@@ -259,6 +263,18 @@ class CudaKernel:
     def counters(self, plan: Plan, limits: Limits | None) -> int:
         """How many counters the decode kernel wants for the rows that it merges itself: where it runs alone."""
         return merge_counters(plan) if self.needs(plan, limits) == (DECODE,) else 0
+
+    def steady(self, loaded: Loaded, limits: Limits | None) -> tuple[bytes, int, int, bool]:
+        """What a load of one part without a team's items needs beside its arrays, whatever its lengths: (a header, where its
+        first part lies, counters for each merge row, whether runs of the loaded plan have the launches that its runs will
+        have)."""
+        plan = loaded.plan
+        alone = self.needs_of(limits) == (DECODE,) if limits is not None else decode_queries(self.spec) > 0
+        header = np.zeros(pack.HEADER.itemsize, np.uint8)
+        self.pack_header(loaded, header)
+        per_row = 1 if plan.parts[0].heads > 1 else self.spec.num_kv_heads
+        fits = alone and len(plan.work) > 0 and self.needs(plan, limits) == (DECODE,)
+        return header.tobytes(), pack.AT_PARTS, per_row if alone else 0, fits
 
     def prepare(self, plan: Plan | None, limits: Limits | None) -> None:
         """Compile what a plan (None: any plan within the limits) needs, so that its runs do not."""

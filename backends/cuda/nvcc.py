@@ -103,7 +103,7 @@ class SharedModule:
             if code:
                 text = self.ffi.string(self.lib.attnrt_error(code)).decode()
                 raise driver.CudaError(f"kernel {name}", "must load", f"error {code}: {text}")
-            self._entries[name] = launch_record(device, handle[0], smem[0], dependent)
+            self._entries[name] = launch_record(device, name, handle[0], smem[0], dependent)
 
     def entry(self, name: str) -> Any:
         return self._entries[name]

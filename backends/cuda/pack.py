@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnrt.scheduler.base import NumericClass, Plan
 
 __all__ = [
+    "AT_PARTS",
     "HEADER",
     "LAUNCH_RUN",
     "MAX_PARTS",
@@ -143,7 +144,7 @@ _RUN = struct.Struct("<QIIQqqQqqqqIIIiQqqqqIIIiQqqQqqfi")
 assert (_PAGED.size, _PART.size, _RULER.size, _RUN.size) == tuple(
     dtype.itemsize for dtype in (PAGED_KV, PART, RULER, LAUNCH_RUN)
 )
-_AT_RULERS, _AT_PARTS = (int(HEADER.fields[name][1]) for name in ("rulers", "parts"))  # type: ignore[index]
+_AT_RULERS, AT_PARTS = (int(HEADER.fields[name][1]) for name in ("rulers", "parts"))  # type: ignore[index]
 
 
 _part_views = attrgetter(*PART_POINTERS)
@@ -217,7 +218,7 @@ def fill_header(
     if rulers is None:
         rulers = pack_rulers(plan.traits.classes)
     buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
-    buffer[_AT_PARTS : _AT_PARTS + len(parts)] = parts
+    buffer[AT_PARTS : AT_PARTS + len(parts)] = parts
 
 
 def items_of(plan: Plan, crew: str | None) -> tuple[int, int]:

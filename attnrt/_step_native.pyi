@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+from typing import Any
+
+REVISION: int
+
+class Step:
+    def __new__(cls, fixed: bytes, header: bytes, index_type: type, features: Any) -> Step: ...
+    def load(self, index: Any, stream: int) -> Any: ...
+    def forget(self) -> None: ...

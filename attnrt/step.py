@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps from an index to the device by one call (native/step.cpp): the planner and the load without Python.
+
+A decode step's batch is like the one before: other lengths and pages, everything else the same. What stays is packed into one
+struct after a load that went the long way; the C code plans, writes plan, header and index to pinned memory and sends them.
+Python's values (the plan's lists, the loaded views) are made when somebody looks at them. The bytes on the device are those of
+the long way, which every other step takes, among them all that are wrong.
+
+Where the launches of a plan's runs are those of the plan before and its needs are met by the arrays that have run, nothing that
+runs remember is forgotten either, so that the first run after a load costs what the others do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import TYPE_CHECKING, Any
+
+from attnrt import layout as lay
+from attnrt.formats.base import BlockSparse
+from attnrt.loading import (
+    GROWTH,
+    RING,
+    LoadedAt,
+    OpenLoaded,
+    Resident,
+    ResidentLater,
+    loaded_at,
+    make_resident,
+)
+from attnrt.memory import ALIGN
+from attnrt.operands import Needs
+from attnrt.scheduler.plan import facts_of, plan_of
+from attnrt.scheduler.plan_native import fixed_numbers
+
+if TYPE_CHECKING:
+    from attnrt.runtime import Runtime
+    from attnrt.scheduler.base import Plan
+
+_Step: Any = None  # a checkout that has not been built, or not since: every step goes the long way
+with contextlib.suppress(ImportError):
+    from attnrt import _step_native
+
+    if _step_native.REVISION == 1:
+        _Step = _step_native.Step
+
+__all__ = ["Stepper"]
+
+#: The struct Fixed of native/step.cpp.
+_FIXED = struct.Struct("<5Q24q3Qq3Q")
+#: Bytes of a staging buffer at most; what is larger goes the long way.
+_MOST_STAGING = 1 << 24
+
+
+class Stepper:
+    """The short way of one attention, alone in its workspace.
+
+    Parameters
+    ----------
+    runtime : Runtime
+    """
+
+    __slots__ = (
+        *("_alive", "_fits", "_key", "_native", "_per_row", "_ring", "_runtime", "_stale", "_traits"),
+        "deterministic",
+    )
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.deterministic = runtime.deterministic
+        self._native: Any = None
+        self._key: tuple[Any, ...] = ()
+        self._traits: Any = None
+        self._alive: Any = None
+        self._ring: tuple[Any, ...] = ()
+        self._per_row = 0
+        self._stale = True  # a load went the long way since
+        self._fits = False  # what the runs of the plan before remember holds for plans like those of this way
+
+    @staticmethod
+    def of(runtime: Runtime) -> Stepper | None:
+        """None where no step can go this way."""
+        workspace = runtime.workspace
+        ways = _Step is not None and hasattr(runtime.ops, "step_calls")
+        alone = len(workspace.tenants) == 1 and not runtime.spec.composed.reads_index_mask
+        return Stepper(runtime) if ways and alone else None
+
+    def pause(self) -> None:
+        """A load goes the long way: what this way knows is to be compared with what it leaves."""
+        self._stale = True
+
+    def step(self, index: Any, scheduler: Any, stream: int) -> Plan | None:
+        """Plan and load; None: nothing was done, the long way is to be taken."""
+        runtime = self._runtime
+        tenant = runtime.tenant
+        if tenant.loaded is None or tenant.run_stream not in (None, stream):
+            return None
+        if self._stale and not self._renew(index, scheduler):
+            return None
+        if scheduler != self._key[0]:
+            return None
+        done = self._native.load(index, stream)
+        if done.__class__ is not tuple:  # a number is the driver's error, which the long way meets and raises
+            return None
+        *later, slots, turn = done
+        plan = plan_of(runtime.spec, index, self._traits, self.deterministic, tuple(later), slots)
+        self._note(plan, self._ring[1][turn], stream)
+        needs, before = Needs.of(plan), runtime.needs
+        same = needs.num_rows == before.num_rows and needs.page_size == before.page_size
+        runtime.follow(plan, needs, self._fits and same and needs.slots <= runtime.capacity)
+        self._fits = self._per_row > 0
+        return plan
+
+    def _note(self, plan: Plan, event: Any, stream: int) -> None:
+        """What Workspace.load leaves behind, its records made when somebody asks for them."""
+        runtime = self._runtime
+        workspace, tenant, device = runtime.workspace, runtime.tenant, runtime.device
+        index, cell, size = plan.index, tenant.cell, tenant.layout
+        resident = workspace.residents[0]
+        if resident is None or resident.parts[0] is not index or resident.requests is not index.requests:
+
+            def make_index() -> Resident:
+                arrays = lay.index_arrays(index, plan.parts)
+                spots = (cell.address + size.base, lay.offsets(lay.byte_sizes(arrays))[0])
+                return make_resident(plan, arrays, spots, {}, device, cell.owner)
+
+            resident = workspace.residents[0] = ResidentLater.of(plan.parts, index.requests, make_index)
+        home, per_row, found = (workspace.fixed(tenant), cell, size), self._per_row, resident
+
+        def make() -> LoadedAt:
+            counters = len(plan.merge) * per_row
+            return loaded_at(plan, lay.plan_offsets(plan, counters), found, counters, home, device)
+
+        made: Any = OpenLoaded.__new__(OpenLoaded)
+        made.plan, made.make = plan, make
+        made.__class__ = LoadedAt
+        tenant.loaded, tenant.holds, tenant.event, tenant.ordered = made, 0, event, {stream}
+
+    # ------------------------------------------------------------------------------------------- after a long load
+
+    def _renew(self, index: Any, scheduler: Any) -> bool:
+        """Make what stays from step to step fit the plan that was loaded last, or keep it if it does."""
+        runtime = self._runtime
+        tenant, last = runtime.tenant, runtime.tenant.loaded
+        if index.__class__ is not BlockSparse or scheduler.__class__ is not str:
+            return False
+        place = (tenant.layout, tenant.cell.address)
+        key = (scheduler, runtime.kernel, index.features, index.block_size[1], index.heads, *place)
+        steady = getattr(runtime.kernel, "steady", None)
+        moved = last.header is not runtime.workspace.fixed(tenant)[2]  # memory grew and then the load failed
+        if steady is None or len(last.parts) != 1 or moved:
+            return False
+        template = steady(last, runtime.workspace.limits)
+        if self._native is not None and key == self._key:
+            self._native.forget()
+        elif not self._make(key, template, index):
+            return False
+        self._stale, self._fits = False, template[3]
+        return True
+
+    def _make(self, key: tuple[Any, ...], steady: tuple[bytes, int, int, bool], index: Any) -> bool:
+        runtime = self._runtime
+        tenant, last, spec = runtime.tenant, runtime.tenant.loaded, runtime.spec
+        flags = index.features
+        if last.plan.index.features is not flags or last.plan.index.block_size[1] != index.block_size[1]:
+            return False
+        if (
+            flags.num_parts != 1
+            or flags.masked
+            or flags.bound_indices
+            or flags.bound_kv_lens
+            or flags.bound_mask
+        ):
+            return False
+        traits = runtime.planning_traits(runtime.traits(flags))
+        found = fixed_numbers(facts_of(spec), traits, key[0], traits.max_partial_slots)
+        if found is None:
+            return False
+        planner, alive = found
+        plan, take, *rest = planner
+        header, part_at, self._per_row, _fits = steady
+        limits, size = runtime.workspace.limits, tenant.layout
+        ops: Any = runtime.ops  # of a kind that has step_calls
+        bounds = [-1] * 5
+        if limits is not None:
+            given = (limits.max_requests, limits.max_qo_tokens, limits.max_index_entries)
+            bounds = [-1 if n is None else n for n in (*given, limits.num_pages, limits.max_qo_len)]
+        send, wait, device = ops.step_calls()
+        staging = self._staging()
+        buffers, events = staging
+        fixed = _FIXED.pack(
+            *(plan, take, send, wait, *rest),
+            *(traits.all_workers, traits.num_workers),
+            *bounds,
+            *(ALIGN, device, tenant.cell.address, size.plan, size.header, size.index, size.slots),
+            *(part_at, self._per_row, index.block_size[1], index.heads),
+            *(buffer.ctypes.data for buffer in buffers),
+            len(buffers[0]),
+            *(event.handle for event in events),
+        )
+        self._native = _Step(fixed, header, BlockSparse, flags)
+        self._key, self._traits, self._ring, self._alive = key, traits, staging, alive
+        return True
+
+    def _staging(self) -> tuple[Any, ...]:
+        """(buffers, events) of the ring: as they are, or new ones where cells have grown."""
+        runtime = self._runtime
+        ops: Any = runtime.ops
+        need = min(_MOST_STAGING, lay.align(int(GROWTH * runtime.tenant.layout.cell)))
+        if self._ring:
+            if len(self._ring[0][0]) >= need:
+                return self._ring
+            for event in self._ring[1]:
+                ops.wait_host(event)
+        return [ops.staging(need) for _ in range(RING)], [ops.event() for _ in range(RING)]
