@@ -374,6 +374,11 @@ inline void mbar_arrive(u32 bar) {
     swapcontext(&emu::self->context, &emu::scheduler);
   }
 }
+constexpr u32 kWarpArrivals = 1;
+inline void mbar_arrive_warp(u32 bar, int lane) {
+  __syncwarp();
+  if (lane == 0) mbar_arrive(bar);
+}
 inline void mbar_arrive_expect_tx(u32 bar, u32 bytes) {
   emu::mbars.at(bar).tx += bytes;
   mbar_arrive(bar);

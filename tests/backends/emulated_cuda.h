@@ -373,6 +373,11 @@ ATTNRT_DEV void mbar_init(u32 bar, u32 count) {
   *barrier_at(bar) = {static_cast<uint16_t>(count), static_cast<uint16_t>(count), 0};
 }
 ATTNRT_DEV void mbar_arrive(u32 bar) { emu::arrive(barrier_at(bar)); }
+constexpr u32 kWarpArrivals = 1;
+ATTNRT_DEV void mbar_arrive_warp(u32 bar, int lane) {
+  __syncwarp();
+  if (lane == 0) mbar_arrive(bar);
+}
 ATTNRT_DEV void cp_async_mbar_arrive_noinc(u32 bar) {
   emu::Landing landing = {{}, barrier_at(bar)};
   auto& groups = emu::fibers[emu::current].groups;

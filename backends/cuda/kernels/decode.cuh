@@ -63,10 +63,11 @@ class Decode {
 #pragma unroll
       for (int i = 0; i < L::kStages; ++i) {
         ptx::mbar_init(ptx::smem_addr(&meta_.full[i]), Loader::kFullCount);
-        ptx::mbar_init(ptx::smem_addr(&meta_.empty[i]), L::kWarps);
+        ptx::mbar_init(ptx::smem_addr(&meta_.empty[i]), L::kWarps * ptx::kWarpArrivals);
       }
 #pragma unroll
-      for (int i = 0; i < L::kSets; ++i) ptx::mbar_init(ptx::smem_addr(&meta_.spare[i]), L::kWarps);
+      for (int i = 0; i < L::kSets; ++i)
+        ptx::mbar_init(ptx::smem_addr(&meta_.spare[i]), L::kWarps * ptx::kWarpArrivals);
     }
     __syncthreads();
   }
@@ -164,16 +165,14 @@ class Decode {
         merge(rows, rows.fold ? 1 : leaf);
       }
       ATTNRT_MARK(20);
-      __syncwarp();
-      if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.spare[set_]));
+      ptx::mbar_arrive_warp(ptx::smem_addr(&meta_.spare[set_]), lane_);
       set_ = set_ + 1 == L::kSets ? 0 : set_ + 1;
     }
   }
 
   // This warp has read the stage.
   __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.empty[stage_]));
+    ptx::mbar_arrive_warp(ptx::smem_addr(&meta_.empty[stage_]), lane_);
     if (++stage_ == L::kStages) {
       stage_ = 0;
       phase_ ^= 1;

@@ -23,7 +23,7 @@ class DecodeLoader {
 
  public:
   // Arrivals that fill a stage: every lane's copies, and the tables.
-  static constexpr int kFullCount = 33;
+  static constexpr int kFullCount = 32 + ptx::kWarpArrivals;
 
   __device__ __forceinline__ DecodeLoader(const RunParams& p, const ParamRef* params, char* smem, M& meta)
       : p_(p), params_(params), smem_(smem), meta_(meta), lane_(threadIdx.x % 32), item_(meta.item) {
@@ -85,8 +85,7 @@ class DecodeLoader {
   __device__ __forceinline__ void arrive() {
     const unsigned barrier = ptx::smem_addr(&meta_.full[stage_]);
     ptx::cp_async_mbar_arrive_noinc(barrier);
-    __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(barrier);
+    ptx::mbar_arrive_warp(barrier, lane_);
     if (++stage_ == L::kStages) {
       stage_ = 0;
       phase_ ^= 1;

@@ -236,8 +236,8 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     if constexpr (Loader::kConsumersFence) ptx::fence_proxy_async();
   }
   __device__ __forceinline__ void release(const unsigned long long& empty) const {
-    __syncwarp();  // lane 0 speaks for lanes that may still be reading the key table
-    if (lane_ == 0) ptx::mbar_arrive(bar(empty));
+    // lane 0 speaks for lanes that may still be reading the key table
+    ptx::mbar_arrive_warp(bar(empty), lane_);
   }
 
   // Waits for a pass's Q and tables; false: the list has ended.
@@ -270,20 +270,21 @@ __device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef
   if (blockIdx.x >= p.plan->team_workers) return;
   if (threadIdx.x == 0) {
     M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
+    constexpr int kWarps = 4 * L::kGroups * ptx::kWarpArrivals;  // of consumers
     for (int i = 0; i < 2; ++i) {
       ptx::mbar_init(ptx::smem_addr(&meta.q_full[i]), Loader::kArrivalsQ);
-      ptx::mbar_init(ptx::smem_addr(&meta.q_empty[i]), 4 * L::kGroups);
+      ptx::mbar_init(ptx::smem_addr(&meta.q_empty[i]), kWarps);
     }
     for (int i = 0; i < L::kStages; ++i) {
       ptx::mbar_init(ptx::smem_addr(&meta.k_full[i]), Loader::kArrivalsK);
-      ptx::mbar_init(ptx::smem_addr(&meta.k_empty[i]), 4 * L::kGroups);
+      ptx::mbar_init(ptx::smem_addr(&meta.k_empty[i]), kWarps);
       ptx::mbar_init(ptx::smem_addr(&meta.v_full[i]), Loader::kArrivalsV);
-      ptx::mbar_init(ptx::smem_addr(&meta.v_empty[i]), 4 * L::kGroups);
+      ptx::mbar_init(ptx::smem_addr(&meta.v_empty[i]), kWarps);
     }
     if constexpr (L::kBuffersQ == 1) {
       for (int i = 0; i < L::kGroups; ++i) {
         ptx::mbar_init(ptx::smem_addr(&meta.half_full[i]), Loader::kArrivalsHalf);
-        ptx::mbar_init(ptx::smem_addr(&meta.half_empty[i]), 4);
+        ptx::mbar_init(ptx::smem_addr(&meta.half_empty[i]), kWarps / L::kGroups);
       }
     }
     ptx::mbar_init(ptx::smem_addr(&meta.patch), 1);

@@ -19,9 +19,9 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
 
  public:
   // Arrivals that complete a full barrier: boxes and the table that goes with them come from two hands.
-  static constexpr int kArrivalsQ = L::kBuffersQ == 2 ? 2 : 1;
-  static constexpr int kArrivalsHalf = 1;
-  static constexpr int kArrivalsK = 2;
+  static constexpr int kArrivalsQ = (L::kBuffersQ == 2 ? 2 : 1) * ptx::kWarpArrivals;
+  static constexpr int kArrivalsHalf = ptx::kWarpArrivals;
+  static constexpr int kArrivalsK = 1 + ptx::kWarpArrivals;
   static constexpr int kArrivalsV = 1;
   static constexpr bool kConsumersFence = false;
 
@@ -148,8 +148,7 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
         const KeyRange range = describe(tile, stage, key, first < 0 ? -1 : first + rest, first_pos + rest);
         if (lane_ == 0) meta_.range[stage][part] = range;
       }
-      __syncwarp();
-      if (lane_ == 0) ptx::mbar_arrive(bar(meta_.k_full[stage]));
+      ptx::mbar_arrive_warp(bar(meta_.k_full[stage]), lane_);
       ++t;
     });
   }

@@ -19,9 +19,9 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
 
  public:
   // Arrivals that complete a full barrier: copies come from every thread, tables from every warp.
-  static constexpr int kArrivalsQ = L::kBuffersQ == 2 ? 132 : 4;
+  static constexpr int kArrivalsQ = (L::kBuffersQ == 2 ? 128 : 0) + 4 * ptx::kWarpArrivals;
   static constexpr int kArrivalsHalf = 64;
-  static constexpr int kArrivalsK = L::kTile + L::kTile / 32;
+  static constexpr int kArrivalsK = L::kTile + L::kTile / 32 * ptx::kWarpArrivals;
   static constexpr int kArrivalsV = L::kTile;
   static constexpr bool kConsumersFence = true;
 
@@ -48,8 +48,7 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
     wait_queries(count);
     if (warp_ == 0 && lane_ == 0) meta_.pass[count & 1].done = 1;
     if constexpr (L::kBuffersQ == 2) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
-    __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+    ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
   }
 
  private:
@@ -68,8 +67,7 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
     }
     if (warp_ == 0) write_pass(item, part, head, first, buffer);
     if constexpr (L::kBuffersQ == 2) arrive(bar(meta_.q_full[buffer]), vector_queries());
-    __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[buffer]));
+    ptx::mbar_arrive_warp(bar(meta_.q_full[buffer]), lane_);
   }
 
   // This thread's copies arrive when they are done; what it stored itself is done.
@@ -94,8 +92,7 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
       const KeyRange range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
       if (lane_ == 0) meta_.range[stage][warp_] = range;
     }
-    __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.k_full[stage]));
+    ptx::mbar_arrive_warp(bar(meta_.k_full[stage]), lane_);
   }
 
   __device__ __forceinline__ void gather_v(int t, int slot, int head) {

@@ -124,15 +124,12 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       for (int i = 0; i < L::kRows / 32; ++i) {
         write_row(item, part, head, first, i * 32 + lane_, query[i], count & 1);
       }
-      __syncwarp();
-      if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+      ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
       ++count;
     });
     wait_queries(count);
-    if (lane_ == 0) {
-      meta_.pass[count & 1].done = 1;
-      ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
-    }
+    if (lane_ == 0) meta_.pass[count & 1].done = 1;
+    ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
   }
 
   // Where there is one buffer of Q: the half of a warpgroup is free for pass `count`.
@@ -164,13 +161,12 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
       ptx::fence_proxy_async();
-      __syncwarp();
-      if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+      ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
       ++count;
     });
     if constexpr (L::kBuffersQ == 1) return;
     wait_queries(count);
-    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
+    ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
   }
 
   __device__ __forceinline__ void bring_half(const WorkItem& item, const PartDesc& part, int head, int first, int group,
@@ -184,8 +180,7 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(bar(meta_.half_full[group]));
+    ptx::mbar_arrive_warp(bar(meta_.half_full[group]), lane_);
   }
 
   __device__ __forceinline__ bool vector_queries() const {
