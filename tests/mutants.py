@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planted faults: each is one substitution in a copy of the sources, and a named test must turn red.
 
-    python tests/mutants.py [--only NAME ...] [--gpu] [--jobs N]
+    python tests/mutants.py [--only NAME ...] [--jobs N]
 
 A mutant that no test sees is a hole in the suite, and the script fails. Faults in headers of the CPU backend need no build: the
-copy compiles every variant on first use, from its own headers. Faults in CUDA kernels need a GPU (--gpu).
+copy compiles every variant on first use, from its own headers. Faults in CUDA kernels are seen by tests over the emulated
+kernels, which need no GPU either.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("attnrt", "formats", "scheduler", "variants", "backends", "examples", "tests", "docs")
+COPIED = ("attnrt", "formats", "scheduler", "variants", "backends", "examples", "tests", "docs", "benchmarks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Mutant:
         ``old`` must be in the file exactly once.
     test : str
         What must fail: pytest's arguments below tests/.
-    kind : {"python", "native", "cuda"}
+    kind : {"python", "native"}
         "native": a header of the CPU backend.
     """
 
@@ -236,46 +237,80 @@ NATIVE_MUTANTS = (
 )
 
 KERNELS = "backends/cuda/kernels/"
+EMULATED, EMULATED_HOPPER = "backends/test_cuda_emulated.py", "backends/test_cuda_emulated_hopper.py"
+EMULATED_INDEXES = "backends/test_cuda_emulated_indexes.py"
+#: Seen by tests over the emulated kernels, which need no GPU.
 CUDA_MUTANTS = (
     Mutant(
-        name="page offsets in 32 bits",
+        name="page offsets in 32 bits (CUDA)",
         file=KERNELS + "loader.cuh",
         old="return static_cast<long long>(page) * kv.stride_page +",
         new="return static_cast<int>(page * kv.stride_page) +",
-        test="cases/test_kernel.py -k large_pools",
-        kind="cuda",
+        test=EMULATED_HOPPER + " -k strides_of_any",
     ),
     Mutant(
-        name="an empty state is folded by weight",
+        # To fold it by its weight would be no fault: 0 beside a state that is not empty, and two empty ones finish as one.
+        name="an empty state resets the maximum",
         file=KERNELS + "state.cuh",
-        old="  if (mb == neg_inf()) {",
-        new="  if (false) {",
-        test="cases/test_kernel.py -k 'c09 or c01'",
-        kind="cuda",
+        old="f = {ma, la, 1.0f, 0.0f, 1};",
+        new="f = {mb, la, 1.0f, 0.0f, 1};",
+        test=EMULATED_INDEXES + " -k 'true_lengths and causal'",
     ),
     Mutant(
         name="32 states fold from the right",
         file=KERNELS + "merge.cuh",
         old="const long long mine = state_of(first + min(lane_, count - 1), head);",
         new="const long long mine = state_of(first + count - 1 - min(lane_, count - 1), head);",
-        test="cases/test_one_request.py -k gpu",
-        kind="cuda",
+        test=EMULATED + " -k test_workers",
     ),
     Mutant(
         name="tiles start at the item",
         file=KERNELS + "cursor.cuh",
         old="leaf_start + (from - leaf_start) / kTile * kTile;",
         new="from;",
-        test="cases/test_one_request.py -k gpu",
-        kind="cuda",
+        test=EMULATED_INDEXES + " -k 'forms_of_one_index and 450'",
     ),
     Mutant(
         name="dead keys are loaded",
         file=KERNELS + "loader.cuh",
         old="bool live = offset >= at.item->kv_begin && offset < min(at.item->kv_end, ",
         new="bool live = offset >= 0 && offset < max(at.item->kv_end, ",
-        test="cases/test_kernel.py -k c02",
-        kind="cuda",
+        test=EMULATED + " -k 'test_variants and full'",
+    ),
+    Mutant(
+        name="a row of decode sees its neighbour's keys",
+        file=KERNELS + "decode.cuh",
+        old="bits = bits << 1 | (seen(rows, mask, r, row, c, key_of(half), span) ? 1u : 0u);",
+        new="bits = bits << 1 | (seen(rows, mask, r ^ 1, row, c, key_of(half), span) ? 1u : 0u);",
+        test=EMULATED + " -k 'test_groups or rows_in_passes'",
+    ),
+    Mutant(
+        name="decode counts a row's states as one",
+        file=KERNELS + "decode.cuh",
+        old="merge(rows, rows.fold ? 1 : leaf);",
+        new="merge(rows, 1);",
+        test=EMULATED + " -k cuts",
+    ),
+    Mutant(
+        name="a counter is left as it is",
+        file=KERNELS + "decode.cuh",
+        old="        if (last) *counter = 0;\n",
+        new="",
+        test=EMULATED + " -k cuts",
+    ),
+    Mutant(
+        name="bits of a tile end one key early (Hopper)",
+        file=KERNELS + "hopper_masks.cuh",
+        old="0xffffffffu >> (31 - min(high, 31))",
+        new="0xffffffffu >> (31 - min(high, 30))",
+        test=EMULATED_HOPPER + " -k 'boxes_and_keys and 16'",
+    ),
+    Mutant(
+        name="the rest of a page is not cleared (Hopper)",
+        file=KERNELS + "hopper_boxes.cuh",
+        old="clear_rows(dst, max(min(to, L::kTile), 0), L::kTile);",
+        new="",
+        test=EMULATED_HOPPER + " -k 'bitwise and poison'",
     ),
 )
 MUTANTS = (*PYTHON, *NATIVE_MUTANTS, *CUDA_MUTANTS)
@@ -331,7 +366,6 @@ def run(mutant: Mutant) -> str | None:
             a if a.startswith("-") or not a.endswith(".py") else f"tests/{a}"
             for a in shlex.split(mutant.test)
         ]
-        marks = ["-m", "gpu"] if mutant.kind == "cuda" else []
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
             "ATTNRT_CACHE_DIR": str(root / "cache"),
@@ -346,7 +380,6 @@ def run(mutant: Mutant) -> str | None:
             "-p",
             "no:cacheprovider",
             "--tb=no",
-            *marks,
             *arguments,
         ]
         done = subprocess.run(
@@ -365,14 +398,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the table; 1 if a mutant lives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=None, help="names of mutants")
-    parser.add_argument("--gpu", action="store_true", help="the CUDA mutants too")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args(arguments)
-    chosen = [
-        m
-        for m in MUTANTS
-        if (m.kind != "cuda" or options.gpu) and (not options.only or m.name in options.only)
-    ]
+    chosen = [m for m in MUTANTS if not options.only or m.name in options.only]
     print("| fault | file | test that went red |\n|---|---|---|")
     alive = 0
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -109,6 +109,17 @@ def test_cuts(multiprocessors, early):
 
 
 @pytest.mark.parametrize("decode", [True, False])
+def test_workers(decode):
+    """One worker folds all leaves in registers, many leave states of one leaf each to a merge: the same bits."""
+    case = testing.make_case(spec(out_dtype="float32"), [1, 1], [2300, 650], seed=3)
+    batch = testing.lay_out(case)
+    few, many = (
+        testing.run_batch(case, batch, EmulatedCuda(decode, multiprocessors=n), device="cpu") for n in (1, 40)
+    )
+    testing.same(few, many, "1 and 40 multiprocessors")
+
+
+@pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize(
     "oracle", ["poison", "placement", "layout_invariance", "batch_invariance", "sentinel"]
 )

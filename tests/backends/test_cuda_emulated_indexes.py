@@ -42,6 +42,7 @@ def batch(request):
 
 def attention(cuda, b, variant, **changes):
     s = at.AttentionSpec(
+        out_dtype="float32",
         num_qo_heads=b.q.shape[1],
         num_kv_heads=KV_HEADS,
         head_dim=b.q.shape[2],
@@ -52,7 +53,7 @@ def attention(cuda, b, variant, **changes):
 
 
 def run(attn, q, kv, **args):
-    out = np.full(q.shape, np.nan, q.dtype)
+    out = np.full(q.shape, np.nan, np.float32 if attn.spec.out_dtype == "float32" else q.dtype)
     lse = np.full(q.shape[:2], np.nan, np.float32)
     attn.run(q, kv, out=out, lse=lse, **args)
     return testing.Result(out=out, lse=lse)
@@ -69,9 +70,11 @@ def test_every_builder(cuda, batch):
             raise AssertionError(f"{name}: {error}") from None
 
 
-def test_forms_of_one_index_have_the_same_bits(cuda, batch):
+@pytest.mark.parametrize("window", [None, 450])
+def test_forms_of_one_index_have_the_same_bits(cuda, batch, window):
+    """Under a window, too: items then begin inside a tile, elsewhere in each form."""
     b = batch
-    attn = attention(cuda, b, v.causal())
+    attn = attention(cuda, b, v.causal() if window is None else (v.causal(), v.sliding_window(window)))
     kv = (b.k, b.v)
     attn.plan(b.flat)
     want = run(attn, b.q, kv)
@@ -121,7 +124,7 @@ def test_true_lengths_are_read_by_every_run(cuda, name):
     true = np.array(most, np.int32)
     attn, exact = (at.Attention(s, backend=cuda, device="cpu") for _ in range(2))
     attn.plan(bind(batch.index, kv_lens=true))
-    for lens in (most, [899, 258, 39, 1], [300, 3, 2, 0], [1, 0, 1, 7], [513, 255, 0, 3]):
+    for lens in (most, [899, 258, 39, 1], [300, 3, 2, 0], [1, 0, 1, 7], [513, 255, 0, 3], [0, 0, 40, 7]):
         true[:] = lens
         got = run(attn, batch.q, batch.kv)
         cut = {side: tuple(x[:n] for x, n in zip(getattr(case, side), lens, strict=True)) for side in "kv"}
