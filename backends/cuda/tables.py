@@ -159,8 +159,11 @@ WIDE, HOPPER = "wide", "hopper"
 #: Query-head rows of a request up to which it is a decode step: the class of its own bits, on every device.
 DECODE_ROWS = 64
 
-#: Keys whose K and V keep half of an H200's second-level cache busy; performance.md has what it is worth.
-SECTION_BYTES = 32 << 20
+#: K and V that the Hopper kernel's workers read at one time: what stays in an H200's second-level cache beside the Q and the
+#: results that pass through it (measured: performance.md).
+SECTION_BYTES = 8 << 20
+#: Tiles that a pass of the Hopper kernel costs beside its own.
+PASS_TILES = 3.5
 
 
 def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
@@ -200,7 +203,6 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
     key_bytes = as_dtype(spec.kv_dtype).itemsize * (
         spec.head_dim + (0 if spec.shared_kv else spec.head_dim_vo)
     )
-    # In keys: a pass costs as much as three quarters of a tile beside its tiles, however few rows it has.
     teams = []
     beta_rows = (spec.head_dim + spec.head_dim_vo) / (64 * key_bytes)
     if config.q_blocks:  # what is too wide for a tile of the decode kernel, the tile kernel takes
@@ -210,7 +212,7 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         teams.append(replace(own, alpha=1.0, beta_rows=beta_rows, fixed=64.0))
     if wide is not None:
         section = SECTION_BYTES // key_bytes
-        fixed = 0.75 * wide.kv_tile
+        fixed = PASS_TILES * wide.kv_tile
         teams.append(
             Team(name=HOPPER, first_class=1, num_workers=multiprocessors, fixed=fixed, section=section)
         )
