@@ -91,8 +91,10 @@ class Attention:
         self._again = self._runtime.front.run
         for features in COMMON:
             if not chosen.why_not(spec, features, where):
-                self._runtime.traits(features)  # says now that a level of determinism is not to be had
-                self._runtime.prepare(features)
+                self._runtime.machine.traits(
+                    features
+                )  # says now that a level of determinism is not to be had
+                self._runtime.machine.prepare(features)
 
     @property
     def backend(self) -> str:
@@ -136,12 +138,12 @@ class Attention:
             found = runtime.step(index, self.scheduler, stream)
             if found is not None:
                 return found
-        runtime.check_index(index)
-        traits = runtime.traits(index.features)
+        runtime.machine.check_index(index)
+        traits = runtime.machine.traits(index.features)
         found = make_plan(
             self.spec,
             index,
-            runtime.planning_traits(traits),
+            runtime.machine.planning_traits(traits),
             scheduler=self.scheduler,
             pad_to=pad_to,
             deterministic=runtime.deterministic,
@@ -264,7 +266,7 @@ class Attention:
     def prepare(self, index: Index) -> None:
         """Compile what an index needs, so that neither plan nor run does."""
         plan = self.plan(index, load=False)
-        self._runtime.prepare(features_of_plan(plan), plan)
+        self._runtime.machine.prepare(features_of_plan(plan), plan)
 
     def profile(
         self, q: Any, kv: Any, sm_scale: float | None = None, stream: Any = None, **variant_args: Any

@@ -7,7 +7,6 @@ The path of a run is straight-line code, because it is paid by every layer of ev
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +15,11 @@ from attnrt.arguments import check_capture, check_is_plan, param_of, placer, sca
 from attnrt.backends.base import Call
 from attnrt.checks import flag
 from attnrt.device import Device
-from attnrt.dispatch import features_of_plan, require, with_mask
+from attnrt.dispatch import features_of_plan
 from attnrt.errors import ArgumentError, CaptureError, PlanError, UnsupportedError
 from attnrt.formats.base import Features
 from attnrt.loading import Uploads
+from attnrt.machine import Machine
 from attnrt.operands import REMEMBER, Form, Needs, Rules, at, read_form, slow_signature, split_kv
 from attnrt.repeat import NOT_YET, Quick, remember, run_again
 from attnrt.results import empty_like_caller, to_caller
@@ -29,7 +29,7 @@ from attnrt.tensor import TensorView, native, signature, view
 if TYPE_CHECKING:
     from attnrt.backends.base import Backend, Kernel
     from attnrt.formats.base import Index
-    from attnrt.scheduler.base import Plan, Traits
+    from attnrt.scheduler.base import Plan
     from attnrt.spec import AttentionSpec
     from attnrt.workspace import Tenant, Workspace
 
@@ -55,14 +55,10 @@ class Runtime:
         self.workspace, self.ops, self.lock = workspace, workspace.ops, workspace.lock
         self.tenant: Tenant = workspace.seat(spec)
         self.deterministic = deterministic
+        self.machine = Machine(spec, backend, device, workspace.limits, deterministic)
         self.rules = Rules.of(spec, device)
         self.host = workspace.ops.direct
         self.kernel: Any = None  # the loaded plan's Kernel
-        self._kernels: dict[Features, Kernel] = {}
-        self._traits: dict[Features, Traits] = {}
-        self._planning: dict[Traits, Traits] = {}
-        self._recent: tuple[Any, Any] = (None, None)
-        self._compiled: tuple[Any, Any] = (None, None)
         self._forms: dict[Any, Form] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._defaults: Any = None
@@ -75,77 +71,19 @@ class Runtime:
         self.front = native.Repeats(self.lock.acquire, self.lock.release, spec.shared_kv, True)
         self.appends = native.Repeats(self.lock.acquire, self.lock.release, spec.shared_kv, False)
         self._uploads = Uploads(self.ops, device)
-        self.capacity = float(
-            "inf"
-        )  # slots of the smallest pool of the forms that were compared with the loaded plan
+        #: Slots of the smallest pool of the forms that were compared with the loaded plan.
+        self.capacity = float("inf")
         self.stepper = Stepper.of(self)
 
     # ------------------------------------------------------------------------------------------- plans
-
-    def traits(self, features: Features) -> Traits:
-        """The backend's traits for an index of these features; raises UnsupportedError if it cannot take them."""
-        if features is self._recent[0]:
-            return self._recent[1]
-        found = self._traits.get(features)
-        if found is None:
-            require(self.backend, self.spec, features, self.device)
-            found = self.backend.traits(self.spec, features, self.device, self.deterministic)
-            self._traits[features] = found
-        self._recent = (features, found)
-        return found
-
-    def planning_traits(self, traits: Traits) -> Traits:
-        """The traits within the limits: fewer workers, fewer partial slots."""
-        limits = self.workspace.limits
-        if limits is None:
-            return traits
-        found = self._planning.get(traits)
-        if found is None:
-            slots = min(limits.slots(traits), traits.max_partial_slots)
-            within = getattr(self.backend, "traits_within", None)  # limits may spare it a kernel
-            narrow = limits.narrow(traits if within is None else within(self.spec, traits, limits))
-            found = replace(narrow, max_partial_slots=slots)
-            self._planning[traits] = found
-        return found
-
-    def compile(self, features: Features) -> Kernel:
-        """The kernel for an index of these features."""
-        found = self._kernels.get(features)
-        if found is None:
-            spec = with_mask(self.spec) if features.masked else self.spec
-            require(self.backend, spec, features, self.device)
-            found = self._kernels[features] = self.backend.compile(spec, features, self.device)
-        return found
-
-    def prepare(self, features: Features, plan: Plan | None = None) -> Kernel:
-        """``compile``, and what a backend puts off until a plan needs it; without a plan: what the limits let plans need."""
-        if features is not self._compiled[0]:  # hashing one takes as long as all else here
-            self._compiled = (features, self.compile(features))
-        kernel = self._compiled[1]
-        ahead = getattr(kernel, "prepare", None)
-        if ahead is not None and not (plan is None and self.workspace.limits is None):
-            ahead(plan, self.workspace.limits)
-        return kernel
-
-    def check_index(self, index: Index) -> None:
-        """What an index must have for this spec, beyond its own checks."""
-        for part in index.parts:
-            if part.heads not in (1, self.spec.num_kv_heads):
-                raise ArgumentError(
-                    "index",
-                    f"must have one list per row or one per KV head ({self.spec.num_kv_heads})",
-                    part.heads,
-                )
-        if self.spec.composed.reads_index_mask and not any(p.features.masked for p in index.parts):
-            raise ArgumentError("index", "must own mask bits for custom_mask()", "an index without a mask")
 
     def load(self, plan: Plan, stream: Any, own: bool = False) -> None:
         """Load a plan; see Attention.load. ``own``: this attention has just made it."""
         if not own:
             check_is_plan(plan)
-            self.check_plan(plan)
+            self.machine.check_plan(plan)
         handle = self.ops.stream(stream)
-        kernel = self.prepare(features_of_plan(plan), plan)
+        kernel = self.machine.prepare(features_of_plan(plan), plan)
         if not self.lock.acquire(blocking=False):
             raise _busy("load")
         try:
@@ -196,25 +134,6 @@ class Runtime:
         """Compare a form with the loaded plan."""
         form.check(self.needs)
         self.capacity = min(self.capacity, form.k.slots)
-
-    def check_plan(self, plan: Plan) -> None:
-        """Whether a plan was made for this attention."""
-        spec = self.spec
-        if plan.spec is not spec and plan.spec != spec:
-            raise PlanError("plan", "must be made for this attention's spec", repr(plan.spec))
-        own = self.traits(plan.index.features)
-        if plan.traits is not own and plan.traits.classes != own.classes:
-            raise PlanError(
-                "plan",
-                f"must be made with the numeric classes of {own.name}",
-                plan.traits.name,
-                "Use attn.plan(index)",
-            )
-        if plan.deterministic != self.deterministic:
-            raise PlanError(
-                "plan", f"must be made for deterministic={self.deterministic!r}", plan.deterministic
-            )
-        self.check_index(plan.index)
 
     # ------------------------------------------------------------------------------------------- runs
 
@@ -425,7 +344,7 @@ class Runtime:
 
     def any_kernel(self) -> Kernel:
         """A kernel that appends: the loaded plan's, else the one of paged indexes."""
-        return self.kernel if self.kernel is not None else self.compile(Features())
+        return self.kernel if self.kernel is not None else self.machine.compile(Features())
 
     def append_slots(self, plan: Plan) -> tuple[np.ndarray | None, np.ndarray]:
         """Slots and positions of the plan's queries (append.slots_of), found once per plan."""

@@ -172,7 +172,7 @@ class Stepper:
             or flags.bound_mask
         ):
             return False
-        traits = runtime.planning_traits(runtime.traits(flags))
+        traits = runtime.machine.planning_traits(runtime.machine.traits(flags))
         found = fixed_numbers(facts_of(spec), traits, key[0], traits.max_partial_slots)
         if found is None:
             return False

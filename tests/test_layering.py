@@ -35,7 +35,7 @@ LAYERS = (
         {"layout", "operands", "arguments", "overlap"},
         {"dispatch"},
         {"loading", "workspace", "append", "repeat", "step"},
-        {"runtime"},
+        {"machine", "runtime"},
         {"api"},
     ),
     *({"testing", "integrations"}, {"bench", "doctor", "examples"}, {"cli"}),

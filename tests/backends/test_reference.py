@@ -188,7 +188,7 @@ def test_pairwise_tree(backend, variant):
     attn = at.Attention(spec, backend=backend)
     results = []
     for workers in (1, 3, 40):
-        traits = attn._runtime.traits(batch.index.features)
+        traits = attn._runtime.machine.traits(batch.index.features)
         traits = type(traits)(**{f: getattr(traits, f) for f in traits.__slots__} | {"num_workers": workers})
         plan = at.make_plan(spec, batch.index, traits, tree="pairwise")
         attn.load(plan)

@@ -129,8 +129,8 @@ def sibling(path):
 
 @pytest.fixture(scope="session")
 def workspace_tests():
-    """tests/attnrt/test_workspace.py: a device that runs late, played by host memory."""
-    return sibling("attnrt/test_workspace.py")
+    """tests/attnrt/test_loading.py: a device that runs late, played by host memory."""
+    return sibling("attnrt/test_loading.py")
 
 
 @pytest.fixture
