@@ -216,6 +216,8 @@ class Workspace:
             return  # the common case
         for other in {t.run_stream for t in self.tenants if t.run_stream is not None} - {stream}:
             self.ops.wait_stream(stream, self.ops.record(other))
+        for t in self.tenants:  # what comes on this stream now comes after those runs
+            t.run_stream = None if t.run_stream is None else stream
 
     def _send(
         self,

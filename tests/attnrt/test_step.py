@@ -213,17 +213,20 @@ for a in (attn, eager):
         a.run(q2, kv2, out=out2)
         assert "launch" in kinds()
         assert device(a, plan)["num_items"] == len(plan.work)
-    a.plan(batch(8), stream=7)
+    last = batch(8)
+    a.plan(last, stream=7)
     trace()
     a.run(q, kv, out=out, stream=9)
     seen = kinds()
     assert seen[0] == "wait" and set(seen[1:]) == {"launch"}, seen  # for the load
-    a.plan(batch(8), stream=7)  # the run on 9 may still read the plan before
+    a.plan(last, stream=7)  # the run on 9 may still read the plan before
     seen = kinds()
     assert seen[:2] == ["record", "wait"] and seen[-2:] == ["copy", "record"], seen
-    a.plan(batch(8), stream=9)
+    with short(a):  # which has been waited for: engines capture on one stream and plan on another
+        a.plan(last, stream=7)
+    a.plan(last, stream=9)
     with short(a):
-        a.plan(batch(8), stream=9)
+        a.plan(last, stream=9)
 """)
 
 
