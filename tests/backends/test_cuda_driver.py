@@ -118,6 +118,9 @@ assert launched(paged((17, 40), (40, 70), size=48), size=48) == [boxes]
 attn = at.Attention(s, backend=cuda)
 for size, kind in ((16, boxes), (16, boxes), (4, gather), (64, boxes), (16, boxes)):
     assert launched(paged((17, 40), (40, 70), size=size), size=size, attn=attn) == [kind]
+programs = attn._runtime.kernel.programs  # a CTA that takes a whole multiprocessor gains nothing by an early start
+early = {name: programs.entry("attnrt_" + name).pdl for name in ("decode", "attend", "merge", "hopper_boxes", "hopper_gather")}
+assert early == dict(decode=1, attend=1, merge=1, hopper_boxes=0, hopper_gather=0)
 flat = at.formats.ragged(np.array([0, 30, 60], np.int32), np.array([0, 33, 70], np.int32))
 attn.plan(flat)
 q = at.empty((60, 8, 64), s.q_dtype, "cuda:0")

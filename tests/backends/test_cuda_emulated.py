@@ -95,6 +95,13 @@ def test_two_crews(lengths):
     testing.same(results[0], results[2], "two crews and the tile kernel")
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "window"])
+def test_sizes_about_a_tile(name):
+    """Keys and rows at 0, 1 and one below, at and above a tile, a leaf and a pass."""
+    qo, kv = [1] * 10 + [2, 3, 8, 9], [0, 1, 63, 64, 65, 127, 128, 129, 255, 257, 64, 65, 8, 256]
+    both(spec(variant=VARIANTS[name]), (qo, kv), page_size=17)
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 7, 16, 200])
 def test_pages(layout, page_size):

@@ -59,6 +59,13 @@ def test_boxes_and_keys_give_the_same_bits(page_size, layout):
     testing.same(by_boxes, by_keys, "boxes and keys")
 
 
+@pytest.mark.parametrize("page_size", [17, 32])
+def test_sizes_about_a_tile(page_size):
+    """Rows and keys one below, at and above a warpgroup's and a tile."""
+    _, backend = right(spec(), lengths=([33, 64, 65, 66], [127, 128, 129, 66]), page_size=page_size)
+    assert backend.seen == [page_size == 32]
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
 def test_one_buffer_of_queries(dims, page_size):
