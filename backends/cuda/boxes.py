@@ -16,6 +16,7 @@ import numpy as np
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.fastdiv import fast_div
 from attnrt.backends.cuda.tables import hopper_config
+from attnrt.tensor import native
 
 if TYPE_CHECKING:
     from attnrt.backends.base import PagedView
@@ -70,12 +71,15 @@ def of_plan(plan: Plan) -> tuple[int, int]:
     return tuple(size if size >= SMALLEST else -1 for size in (anywhere, in_pages))  # type: ignore[return-value]
 
 
+def _has_holes(ids: np.ndarray) -> bool:
+    """One pass in C. (What a builder saw is not kept with an index: who replaces its list would keep the old answer.)"""
+    return ids.size > 0 and bool(native.scan(ids)[0] < 0)
+
+
 def is_solid(plan: Plan) -> bool:
     """Whether no list of a plan has a hole; lists on a device may."""
     for part in plan.parts:
-        if part.kv_base is None and (
-            not isinstance(part.indices, np.ndarray) or part.indices.min(initial=0) < 0
-        ):
+        if part.kv_base is None and (not isinstance(part.indices, np.ndarray) or _has_holes(part.indices)):
             return False
     return True
 
