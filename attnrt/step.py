@@ -48,8 +48,8 @@ __all__ = ["Stepper"]
 
 #: The struct Fixed of native/step.cpp.
 _FIXED = struct.Struct("<5Q24q3Qq3Q")
-#: Bytes of a staging buffer at most; what is larger goes the long way.
-_MOST_STAGING = 1 << 24
+#: Bytes of a staging buffer at least: steps of a few hundred requests. What is larger than all before goes the long way once.
+_LEAST_STAGING = 1 << 18
 
 
 class Stepper:
@@ -151,7 +151,7 @@ class Stepper:
         if steady is None or len(last.parts) != 1 or moved:
             return False
         template = steady(last, runtime.workspace.limits)
-        if self._native is not None and key == self._key:
+        if self._native is not None and key == self._key and self._roomy():
             self._native.forget()
         elif not self._make(key, template, index):
             return False
@@ -202,14 +202,19 @@ class Stepper:
         self._key, self._traits, self._ring, self._alive = key, traits, staging, alive
         return True
 
+    def _roomy(self) -> bool:
+        """Whether the ring's buffers hold loads such as there have been."""
+        return len(self._ring) > 0 and len(self._ring[0][0]) >= self._runtime.workspace.most_sent
+
     def _staging(self) -> tuple[Any, ...]:
-        """(buffers, events) of the ring: as they are, or new ones where cells have grown."""
+        """(buffers, events) of the ring: as they are, or new ones where loads have grown."""
         runtime = self._runtime
         ops: Any = runtime.ops
-        need = min(_MOST_STAGING, lay.align(int(GROWTH * runtime.tenant.layout.cell)))
-        if self._ring:
-            if len(self._ring[0][0]) >= need:
-                return self._ring
-            for event in self._ring[1]:
-                ops.wait_host(event)
+        for event in (
+            self._ring[1] if self._ring else ()
+        ):  # who takes over knows nothing of copies on their way
+            ops.wait_host(event)
+        if self._roomy():
+            return self._ring
+        need = lay.align(max(_LEAST_STAGING, int(GROWTH * runtime.workspace.most_sent)))
         return [ops.staging(need) for _ in range(RING)], [ops.event() for _ in range(RING)]

@@ -110,6 +110,7 @@ class Workspace:
         self.residents: list[Resident | None] = [None] * len(self.tenants)
         self._scratch = Area()
         self._staging = Staging(self.ops)
+        self.most_sent = 0  # bytes of the largest load so far
         if limits is not None:
             self._carve(buffer)
 
@@ -242,6 +243,7 @@ class Workspace:
             if index_bytes:
                 write_all(self._host(home), home.layout.base, arrays, index_at)
             return
+        self.most_sent = max(self.most_sent, head + index_bytes)
         staged = self._staging.take(head + index_bytes)
         write_plan(staged, 0, loaded, plan_at)
         if tenant.header:

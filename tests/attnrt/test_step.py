@@ -246,3 +246,31 @@ for call in CALLS:
     device(attn, before)
 """.replace("CALLS", '("copy", "record")')
     )
+
+
+def test_a_ring_that_is_taken_over_is_waited_for(fake):
+    """Another scheduler is another struct for the C code, over the same buffers, which may still be on their way."""
+    fake("""
+attn = at.Attention(s, backend=cuda, limits=most)
+index = batch(8)
+for _ in range(3):
+    attn.plan(index)
+attn.scheduler = "round_robin"
+attn.plan(index)
+trace()
+attn.plan(index)
+assert kinds() == ["event_sync"] * 3 + ["copy", "record"]
+""")
+
+
+def test_staging_grows_with_the_loads(fake):
+    fake("""
+from attnrt import step
+step._LEAST_STAGING = 256
+attn = at.Attention(s, backend=cuda, limits=most)
+for requests, quick in ((2, False), (2, True), (40, False), (40, True), (2, True), (40, True)):
+    index = paged([1] * requests, [300] * requests)
+    plan = attn.plan(index)
+    assert (not attn._runtime.stepper._stale) == quick, requests
+    device(attn, plan)
+""")
