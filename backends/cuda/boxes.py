@@ -16,6 +16,7 @@ import numpy as np
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.fastdiv import fast_div
 from attnrt.backends.cuda.tables import hopper_config
+from attnrt.dtypes import as_dtype
 from attnrt.tensor import native
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ MAPS_BYTES = 320
 _LINEAR = (1 << 31, 0, 31)  # FastDiv of a pool that is one page
 _TAIL = struct.Struct("<6Ii36x")
 #: CUtensorMapDataType.
-_TYPES = {"float16": 6, "bfloat16": 9}
+_TYPES = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0, "float8_e5m2": 0}
 
 
 def _log2_of_divisor(number: int) -> int:
@@ -101,10 +102,11 @@ def box_of(plan: Plan, call: Any, spec: Any) -> int:
     assert config is not None
     sizes = [config.kv_tile.bit_length() - 1]
     anywhere, in_pages = of_plan(plan)
+    itemsize = as_dtype(spec.kv_dtype).itemsize
     for view in (call.k, call.v):
         if view.num_pages * view.page_size == 0 or view.ptr % 16:
             return NO_BOXES
-        if any(n % 8 or not 0 < 2 * n < 1 << 40 for n in _strides(view, spec.num_kv_heads)):
+        if any(n * itemsize % 16 or not 0 < n * itemsize < 1 << 40 for n in _strides(view, spec.num_kv_heads)):
             return NO_BOXES
         own = anywhere if is_linear(view) else min(in_pages, _log2_of_divisor(view.page_size))
         sizes.append(own)
@@ -113,12 +115,12 @@ def box_of(plan: Plan, call: Any, spec: Any) -> int:
 
 def geometry(call: Any, box: int, spec: Any) -> list[tuple[int, list[int], list[int], list[int]]]:
     """(address, dims, strides in bytes of axes 1 to 3, box) of the maps of K and V: head_dim, token, head, page."""
-    found = []
+    found, itemsize = [], as_dtype(spec.kv_dtype).itemsize
     for view, dim in ((call.k, spec.head_dim), (call.v, spec.head_dim_vo)):
         slots = view.num_pages * view.page_size
         tokens, pages = (slots, 1) if is_linear(view) else (view.page_size, view.num_pages)
-        strides = [2 * n for n in _strides(view, spec.num_kv_heads)]
-        found.append((view.ptr, [dim, tokens, spec.num_kv_heads, pages], strides, [64, 1 << box, 1, 1]))
+        strides = [itemsize * n for n in _strides(view, spec.num_kv_heads)]
+        found.append((view.ptr, [dim, tokens, spec.num_kv_heads, pages], strides, [128 // itemsize, 1 << box, 1, 1]))
     return found
 
 

@@ -128,10 +128,13 @@ class HopperConfig:
         Keys per tile; part of the numeric class.
     warpgroups : int
         Consumer warpgroups of 64 rows.
+    rewrites : bool
+        A warpgroup of its own rewrites tiles between load and multiply.
     """
 
     kv_tile: int
     warpgroups: int
+    rewrites: bool = False
 
     @property
     def rows(self) -> int:
@@ -140,8 +143,8 @@ class HopperConfig:
 
     @property
     def threads(self) -> int:
-        """Of a CTA: the consumers, and a warpgroup that loads."""
-        return 128 * (self.warpgroups + 1)
+        """Of a CTA: the consumers, a warpgroup that loads, one that rewrites."""
+        return 128 * (self.warpgroups + 1 + self.rewrites)
 
 
 #: (head_dim, head_dim_vo) that the Hopper kernel takes: two buffers each of K and V, and one or two of Q, fit in shared memory.
@@ -167,14 +170,19 @@ PASS_TILES = 3.5
 
 
 def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
-    """The Hopper kernel's constants for a spec; None where it does not take it: other dims or types, hooks that rewrite Q, K
-    or V, V inside K's rows. A matter of the spec alone, because it is part of what a request's bits depend on."""
+    """The Hopper kernel's constants for a spec; None where it does not take it: other dims or types, pairs of numbers that
+    do not fill four words, V inside K's rows. A matter of the spec alone, because it is part of what a request's bits depend on."""
     composed = spec.composed
-    plain = composed.query is None and composed.key_map is None and composed.value is None
-    wide = spec.kv_dtype == spec.q_dtype and spec.q_dtype in ("float16", "bfloat16")
-    if not plain or not wide or spec.shared_kv:
+    hooks = [hook for hook in (composed.query, composed.key_map, composed.value) if hook is not None]
+    narrow = spec.kv_dtype in ("float8_e4m3fn", "float8_e5m2")
+    types = spec.q_dtype in ("float16", "bfloat16") and (narrow or spec.kv_dtype == spec.q_dtype)
+    words = all(
+        hook.dim is None or hook.dim % (16 if hook.pairing == "half" else 8) == 0 for hook in hooks
+    )
+    found = HOPPER_DIMS.get((spec.head_dim, spec.head_dim_vo))
+    if found is None or not types or not words or spec.shared_kv:
         return None
-    return HOPPER_DIMS.get((spec.head_dim, spec.head_dim_vo))
+    return replace(found, rewrites=True) if hooks or narrow else found
 
 
 def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, hopper: bool = False) -> Traits:

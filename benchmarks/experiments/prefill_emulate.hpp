@@ -273,7 +273,10 @@ inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline void __syncwarp() { emu::exchange(0); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
-inline unsigned __vcmpeq2(unsigned, unsigned) { abort(); }
+inline unsigned __vcmpeq2(unsigned a, unsigned b) {
+  const unsigned x = a ^ b;
+  return ((x & 0xffffu) ? 0 : 0xffffu) | ((x >> 16) ? 0 : 0xffff0000u);
+}
 inline float __int_as_float(int x) { return unpun<float>(pun(x)); }
 inline float __uint_as_float(unsigned x) { return unpun<float>(pun(x)); }
 inline unsigned __float_as_uint(float x) { return unpun<unsigned>(pun(x)); }
@@ -324,6 +327,12 @@ inline void st_shared(u32 a, u32 x) { memcpy(emu::at(a), &x, 4); }
 inline void fill_shared16(u32 a, u32 x) {
   for (int i = 0; i < 4; ++i) st_shared(a + 4 * i, x);
 }
+inline u32 ld_shared(u32 a) {
+  u32 x;
+  memcpy(&x, emu::at(a), 4);
+  return x;
+}
+inline void st_shared16(u32 a, const u32 (&x)[4]) { memcpy(emu::at(a), x, 16); }
 inline void ld_shared16(u32 (&x)[4], u32 a) { memcpy(x, emu::at(a), 16); }
 inline void computed(float, u32) {}
 inline void loaded(int) {}
@@ -387,18 +396,20 @@ inline bool mbar_test_wait(u32 bar, u32 parity) { return emu::mbars.at(bar).phas
 inline void mbar_wait(u32 bar, u32 parity) {
   emu::wait_for([=] { return mbar_test_wait(bar, parity); });
 }
-// opaque: base, strides in bytes of token, head, page; extents of dim, token, head, page; tokens per box.
+// opaque: base, strides in bytes of token, head, page; extents of dim, token, head, page; tokens per box; 1: numbers of
+// one byte, else of two. A box is 128 bytes wide.
 inline void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c2, int c3) {
   emu::in_flight.push_back([=] {
     const u64* m = (const u64*)map;
     for (u64 r = 0; r < m[8]; ++r)
-      for (int i = 0; i < 64; ++i) {
+      for (int i = 0; i < (m[9] == 1 ? 128 : 64); ++i) {
+        const int bytes = m[9] == 1 ? 1 : 2;
         unsigned short x = 0;
         const long long d = c0 + i, t = c1 + (long long)r;
         if (d >= 0 && d < (long long)m[4] && t >= 0 && t < (long long)m[5] && c2 >= 0 && c2 < (long long)m[6] &&
             c3 >= 0 && c3 < (long long)m[7])
-          memcpy(&x, (const char*)m[0] + d * 2 + t * (long long)m[1] + c2 * (long long)m[2] + c3 * (long long)m[3], 2);
-        memcpy(emu::at(emu::swizzle(dst + r * 128 + i * 2)), &x, 2);
+          memcpy(&x, (const char*)m[0] + d * bytes + t * (long long)m[1] + c2 * (long long)m[2] + c3 * (long long)m[3], bytes);
+        memcpy(emu::at(emu::swizzle(dst + r * 128 + i * bytes)), &x, bytes);
       }
     auto& b = emu::mbars.at(bar);
     b.tx -= (long)m[8] * 128;

@@ -49,10 +49,15 @@ def hopper_text(spec: Any) -> str:
     for found, instead in ASSEMBLY.items():
         text = text.replace(found, instead)
     head = (ROOT / "benchmarks/experiments/prefill_emulate.hpp").read_text().replace("#pragma once", "")
-    helpers = "static inline unsigned short emu_to_bf16(float x) { return emu::to_bf16(x); }\n" + "".join(
-        f"template <class... A> static inline unsigned {name}(A...) {{ abort(); }}\n"
-        for name in ("emu_from_half", "emu_to_half", "emu_mul_half2")
-    )
+    helpers = """
+static inline unsigned short emu_to_bf16(float x) { return emu::to_bf16(x); }
+static inline float emu_from_half(unsigned short x) { return static_cast<float>(unpun<_Float16>(x)); }
+static inline unsigned short emu_to_half(float x) { return static_cast<unsigned short>(pun(static_cast<_Float16>(x))); }
+static inline unsigned emu_mul_half2(unsigned a, unsigned b) {
+  const unsigned lo = emu_to_half(emu_from_half(a & 0xffff) * emu_from_half(b & 0xffff));
+  return lo | static_cast<unsigned>(emu_to_half(emu_from_half(a >> 16) * emu_from_half(b >> 16))) << 16;
+}
+"""
     return f"{head}\n{helpers}{text[: text.index('static_assert(sizeof(attnrt::KvMaps)')]}{_RUN}"
 
 
@@ -74,7 +79,7 @@ class HopperKernel(EmulatedKernel):
         maps = bytes(256)
         if box != boxes.NO_BOXES:  # as prefill_emulate.hpp reads them
             maps = b"".join(
-                struct.pack("<9Q56x", address, *strides, *dims, extents[1])
+                struct.pack("<10Q48x", address, *strides, *dims, extents[1], self.itemsize)
                 for address, dims, strides, extents in boxes.geometry(call, box, self.spec)
             )
         packed = head.ljust(at, b"\0") + maps + boxes.tail(call, box)

@@ -17,6 +17,7 @@ from attnrt.dtypes import as_dtype
 
 sys.path.insert(0, str(Path(__file__).parent))
 from emulated_hopper import EmulatedHopper
+from own_maps import own_maps
 
 if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
@@ -77,6 +78,42 @@ def test_one_buffer_of_queries(dims, page_size):
     by_keys, backend = right(s, lengths, EmulatedHopper(3, boxes=False, seed=2), page_size=page_size)
     assert backend.seen == [False]
     testing.same(by_boxes, by_keys, "boxes and keys")
+
+
+#: Specs whose tiles are rewritten between load and multiply.
+REWRITTEN = {
+    "e4m3": {"kv_dtype": "float8_e4m3fn", "head_dim": 128},
+    "e4m3 64": {"kv_dtype": "float8_e4m3fn"},
+    "e5m2 192/128": {"kv_dtype": "float8_e5m2", "head_dim": 192, "head_dim_vo": 128},
+    "rope": {"variant": (v.causal(), v.rope(64))},
+    "rope of a part": {"variant": (v.causal(), v.rope(32, interleaved=True)), "head_dim": 128},
+    "e4m3, rope 256": {
+        "kv_dtype": "float8_e4m3fn",
+        "head_dim": 256,
+        "variant": (v.causal(), v.rope(256)),
+    },
+    "own": {"variant": (v.causal(), own_maps())},
+    "own 192/128": {"variant": (v.causal(), own_maps()), "head_dim": 192, "head_dim_vo": 128},
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_rewritten_tiles(name):
+    s = spec(**REWRITTEN[name])
+    lengths = ([70, 1, 150], [150, 9, 350])
+    results = []
+    for page_size, boxes, seed in ((16, True, 1), (64, True, 2), (16, False, 3), (1, True, 4)):
+        backend = EmulatedHopper(2, boxes=boxes, seed=seed)
+        results.append(right(s, lengths, backend, page_size=page_size)[0])
+        assert backend.seen == [boxes and page_size > 1]
+        testing.same(results[0], results[-1], f"pages of {page_size}, boxes {boxes}")
+
+
+@pytest.mark.parametrize("oracle", ["poison", "batch_invariance"])
+@pytest.mark.parametrize("name", ["e4m3 64", "own"])
+def test_rewritten_tiles_bitwise(name, oracle):
+    case = testing.make_case(spec(**REWRITTEN[name]), [40, 1, 0, 33], [150, 60, 9, 20])
+    getattr(testing, oracle)(case, EmulatedHopper())
 
 
 def test_small_pages_come_key_by_key():

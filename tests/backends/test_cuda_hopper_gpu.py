@@ -16,6 +16,7 @@ from attnrt.testing.device import execute
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_arrays import World, head, to_host
+from own_maps import own_maps
 
 v = at.variants
 pytestmark = pytest.mark.gpu
@@ -90,6 +91,42 @@ def test_masks_of_bits(name):
 def test_dims_and_types(dims, q_dtype):
     right(spec(head_dim=dims[0], head_dim_vo=dims[1], q_dtype=q_dtype))
     right(spec(head_dim=dims[0], head_dim_vo=dims[1], q_dtype=q_dtype), page_size=1)
+
+
+#: Specs whose tiles are rewritten between load and multiply.
+REWRITTEN = {
+    "e4m3": {"kv_dtype": "float8_e4m3fn"},
+    "e5m2, float16": {"kv_dtype": "float8_e5m2", "q_dtype": "float16", "head_dim": 64, "head_dim_vo": 64},
+    "e4m3 192/128": {"kv_dtype": "float8_e4m3fn", "head_dim": 192},
+    "e4m3 256": {"kv_dtype": "float8_e4m3fn", "head_dim": 256, "head_dim_vo": 256},
+    "scales": {"kv_dtype": "float8_e4m3fn", "variant": (v.causal(), v.fp8_scales(k_scale=0.5, v_scale=2.0))},
+    "rope": {"variant": (v.causal(), v.rope(128))},
+    "rope of a part": {"variant": (v.causal(), v.rope(32, interleaved=True)), "head_dim_vo": 64},
+    "rope 256": {"variant": (v.causal(), v.rope(256)), "head_dim": 256, "head_dim_vo": 256},
+    "rope e4m3": {"variant": (v.causal(), v.rope(64)), "kv_dtype": "float8_e4m3fn"},
+    "own": {"variant": (v.causal(), own_maps())},
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_rewritten_tiles(name):
+    """Boxes and keys, whatever the page: one result."""
+    s = spec(**{"head_dim_vo": 128, **REWRITTEN[name]})
+    want = right(s, PROMPTS)
+    case = testing.make_case(s, *PROMPTS, seed=1)
+    for page_size in (1, 16, 64):
+        batch = testing.lay_out(case, page_size=page_size)
+        testing.same(want, testing.run_batch(case, batch, "nvrtc", device="cuda"), f"pages of {page_size}")
+
+
+@pytest.mark.parametrize("oracle", ["poison", "batch_invariance", "workers"])
+@pytest.mark.parametrize("name", ["e4m3", "rope"])
+def test_rewritten_tiles_bitwise(name, oracle):
+    case = testing.make_case(spec(**REWRITTEN[name]), *LENGTHS)
+    if oracle == "workers":
+        testing.workers(case, "nvrtc", (528, 28, 1))
+    else:
+        getattr(testing, oracle)(case, "nvrtc")
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (9, 3), (28, 4), (16, 1), (71, 1)])

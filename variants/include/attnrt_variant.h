@@ -251,8 +251,27 @@ ATTNRT_HD float f_exp(float x) { return expf(x); }
 ATTNRT_HD float f_exp2(float x) { return exp2f(x); }
 ATTNRT_HD float f_log(float x) { return logf(x); }
 ATTNRT_HD float f_log2(float x) { return log2f(x); }
+#if defined(__CUDA_ARCH__)
+// As on the host, sin(pi f) and cos(pi f) with f = x - q/2 in [-1/4, 1/4], turned by q quarters: twenty instructions for
+// both, all on wide pipes, where sinpif and cospif take sixty and six of the pipe that exponentials need. Coefficients:
+// least largest error, 5e-8, 1 at 0.
+ATTNRT_HD float sinpi_quarters(float x, int turn) {
+  const float shifted = __fmaf_rn(x, 2.0f, 12582912.0f);  // 1.5 * 2^23: the nearest whole number in the low bits
+  const unsigned q = __float_as_uint(shifted) + turn;
+  const float f = __fmaf_rn(shifted - 12582912.0f, -0.5f, x), z = __fmul_rn(f, f);
+  float s = __fmaf_rn(z, -0.58907865f, 2.5497673f), c = __fmaf_rn(z, -1.30727983f, 4.05770159f);
+  s = __fmaf_rn(s, z, -5.16770783f);
+  c = __fmaf_rn(c, z, -4.93479204f);
+  s = __fmul_rn(__fmaf_rn(s, z, 3.14159264f), f);
+  c = __fmaf_rn(c, z, 1.0f);
+  return __uint_as_float(__float_as_uint(q & 1u ? c : s) ^ (q << 30 & 0x80000000u));
+}
+ATTNRT_HD float f_sinpi(float x) { return sinpi_quarters(x, 0); }
+ATTNRT_HD float f_cospi(float x) { return sinpi_quarters(x, 1); }
+#else
 ATTNRT_HD float f_sinpi(float x) { return sinpif(x); }
 ATTNRT_HD float f_cospi(float x) { return cospif(x); }
+#endif
 #if defined(__CUDA_ARCH__)
 ATTNRT_HD float exp_absolute(float x) { return __expf(x); }
 ATTNRT_HD float divide_absolute(float a, float b) { return __fdividef(a, b); }

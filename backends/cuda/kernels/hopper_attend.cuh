@@ -15,6 +15,7 @@
 // the multiplication by a shrink factor of 1 is skipped.
 #pragma once
 #include "hopper_results.cuh"
+#include "hopper_rewrite.cuh"
 
 // An experiment's hook: the clock at stage `kind` of tile t, by role (consumer warpgroups from 0).
 #ifndef ATTNRT_TRACE
@@ -271,19 +272,27 @@ __device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef
   if (threadIdx.x == 0) {
     M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
     constexpr int kWarps = 4 * L::kGroups * ptx::kWarpArrivals;  // of consumers
+    constexpr int kRewriters = 4 * ptx::kWarpArrivals;
     for (int i = 0; i < 2; ++i) {
-      ptx::mbar_init(ptx::smem_addr(&meta.q_full[i]), Loader::kArrivalsQ);
+      ptx::mbar_init(ptx::smem_addr(&meta.q_full[i]),
+                     L::kRewritesQ && L::kBuffersQ == 2 ? kRewriters : Loader::kArrivalsQ);
+      if constexpr (L::kRewritesQ) {
+        ptx::mbar_init(ptx::smem_addr(&meta.q_raw[i]), L::kBuffersQ == 2 ? Loader::kArrivalsQ : Loader::kArrivalsHalf);
+      }
       ptx::mbar_init(ptx::smem_addr(&meta.q_empty[i]), kWarps);
     }
     for (int i = 0; i < L::kStages; ++i) {
-      ptx::mbar_init(ptx::smem_addr(&meta.k_full[i]), Loader::kArrivalsK);
-      ptx::mbar_init(ptx::smem_addr(&meta.k_empty[i]), kWarps);
-      ptx::mbar_init(ptx::smem_addr(&meta.v_full[i]), Loader::kArrivalsV);
+      ptx::mbar_init(ptx::smem_addr(&meta.k_full[i]), L::kRewritesK ? kRewriters : Loader::kArrivalsK);
+      // A hook on values reads the table of keys after consumers have done with it.
+      ptx::mbar_init(ptx::smem_addr(&meta.k_empty[i]), kWarps + (Variant::has_value ? kRewriters : 0));
+      ptx::mbar_init(ptx::smem_addr(&meta.v_full[i]), L::kRewritesV ? kRewriters : Loader::kArrivalsV);
+      if constexpr (L::kRewritesK) ptx::mbar_init(ptx::smem_addr(&meta.k_raw[i]), Loader::kArrivalsK);
+      if constexpr (L::kRewritesV) ptx::mbar_init(ptx::smem_addr(&meta.v_raw[i]), Loader::kArrivalsV);
       ptx::mbar_init(ptx::smem_addr(&meta.v_empty[i]), kWarps);
     }
     if constexpr (L::kBuffersQ == 1) {
       for (int i = 0; i < L::kGroups; ++i) {
-        ptx::mbar_init(ptx::smem_addr(&meta.half_full[i]), Loader::kArrivalsHalf);
+        ptx::mbar_init(ptx::smem_addr(&meta.half_full[i]), L::kRewritesQ ? kRewriters : Loader::kArrivalsHalf);
         ptx::mbar_init(ptx::smem_addr(&meta.half_empty[i]), kWarps / L::kGroups);
       }
     }
@@ -294,6 +303,11 @@ __device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef
   if (threadIdx.x < 128) {
     ptx::reg_dealloc<Loader::kRegs>();
     Loader(p, params, maps, smem).run();
+  } else if (L::kRewrites && threadIdx.x >= 128 * (L::kGroups + 1)) {
+    if constexpr (L::kRewrites) {
+      ptx::reg_dealloc<Loader::kRewriterRegs>();
+      HopperRewriter<Config, Variant, Loader>(p, params, smem).run();
+    }
   } else {
     ptx::reg_alloc<Loader::kConsumerRegs>();
     HopperConsumer<Config, Variant, Loader>(p, params, smem).run();

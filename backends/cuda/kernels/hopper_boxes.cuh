@@ -13,7 +13,8 @@ template <class Config, class Variant>
 class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperTables<Config, Variant, Loading::boxes>;
-  using Base::bar, Base::base_, Base::describe, Base::describe_runs, Base::kNoShift, Base::lane_, Base::maps_;
+  using Base::arrived_k, Base::arrived_v, Base::bar, Base::base_, Base::describe, Base::describe_runs, Base::kNoShift,
+      Base::lane_, Base::maps_;
   using Base::meta_, Base::run_queries, Base::run_rows, Base::walk_tiles, Base::warp_;
   using typename Base::Tile;
 
@@ -43,7 +44,7 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
   // One tile of K or V as kBoxes boxes: lane b holds the coordinates of box b (page -1: nothing there). All coordinates
   // are fetched before the elected thread issues: under elect.sync an operation costs 26 clocks, in a loop with
   // shuffles 130.
-  template <int kColumns, int kBoxes>
+  template <int kSlabs, int kBoxes>
   __device__ __forceinline__ void issue_boxes(const TensorMap& map, unsigned dst, unsigned full, int token, int page,
                                               int head) const {
     int tokens[kBoxes], pages[kBoxes];
@@ -53,32 +54,32 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
       pages[b] = __shfl_sync(0xffffffffu, page, b);
     }
     if (ptx::elect_one()) {
-      ptx::mbar_arrive_expect_tx(full, L::kTile * kColumns * 2);
+      ptx::mbar_arrive_expect_tx(full, L::kTile * kSlabs * 128);
 #pragma unroll
       for (int b = 0; b < kBoxes; ++b)
 #pragma unroll
-        for (int c = 0; c < kColumns / 64; ++c) {
-          ptx::tma_load_4d(dst + b * (L::kTile / kBoxes) * 128 + c * L::kSlabKv, &map, full, c * 64, tokens[b], head,
-                           pages[b]);
+        for (int c = 0; c < kSlabs; ++c) {
+          ptx::tma_load_4d(dst + b * (L::kTile / kBoxes) * 128 + c * L::kSlabKv, &map, full, c * (128 / L::kElementKv),
+                           tokens[b], head, pages[b]);
         }
     }
     __syncwarp();
   }
 
-  template <int kColumns>
+  template <int kSlabs>
   __device__ __forceinline__ void issue(const TensorMap& map, unsigned dst, unsigned full, int token, int page,
                                         int head) const {
     static_assert(L::kTile == 64 || L::kTile == 128, "boxes of 16 to 128 tokens, none larger than a tile");
     switch (maps_.box_log2) {
       case 7:
-        if constexpr (L::kTile == 128) return issue_boxes<kColumns, 1>(map, dst, full, token, page, head);
+        if constexpr (L::kTile == 128) return issue_boxes<kSlabs, 1>(map, dst, full, token, page, head);
         return;
       case 6:
-        return issue_boxes<kColumns, L::kTile / 64>(map, dst, full, token, page, head);
+        return issue_boxes<kSlabs, L::kTile / 64>(map, dst, full, token, page, head);
       case 5:
-        return issue_boxes<kColumns, L::kTile / 32>(map, dst, full, token, page, head);
+        return issue_boxes<kSlabs, L::kTile / 32>(map, dst, full, token, page, head);
       default:
-        return issue_boxes<kColumns, L::kTile / 16>(map, dst, full, token, page, head);
+        return issue_boxes<kSlabs, L::kTile / 16>(map, dst, full, token, page, head);
     }
   }
 
@@ -93,7 +94,7 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
   __device__ __forceinline__ void clear_rows(unsigned tile, int first, int stop) const {
     for (int i = lane_; i < (stop - first) * 8; i += 32) {
 #pragma unroll
-      for (int c = 0; c < L::kDimVo / 64; ++c) {
+      for (int c = 0; c < L::kRawSlabsV; ++c) {
         ptx::fill_shared16(tile + c * L::kSlabKv + first * 128 + i * 16, 0);
       }
     }
@@ -108,22 +109,22 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
     int t = 0, patches = 0;
     walk_tiles(Nothing(), [&](const Tile& tile, int head, long long slot, int) {
       const int stage = t % L::kStages;
-      const unsigned dst = base_ + L::kOffsetV + stage * L::kBytesV;
+      const unsigned dst = base_ + L::kOffsetV + stage * L::kBytesV + L::kRawV;
       const int from = tile.live_low - tile.offset, to = tile.live_high - tile.offset;  // rows that hold keys
       int token, page;
       locate(maps_.page_v, slot, token, page);
       ptx::mbar_wait(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
       if (from <= 0 && to >= L::kTile) {
-        issue<L::kDimVo>(maps_.v, dst, bar(meta_.v_full[stage]), token, page, head);
+        issue<L::kRawSlabsV>(maps_.v, dst, arrived_v(stage), token, page, head);
       } else {
-        issue<L::kDimVo>(maps_.v, dst, bar(meta_.patch), token, page, head);
+        issue<L::kRawSlabsV>(maps_.v, dst, bar(meta_.patch), token, page, head);
         ptx::mbar_wait(bar(meta_.patch), patches & 1);
         ++patches;
         clear_rows(dst, 0, min(max(from, 0), L::kTile));
         clear_rows(dst, max(min(to, L::kTile), 0), L::kTile);
         ptx::fence_proxy_async();
         __syncwarp();
-        if (lane_ == 0) ptx::mbar_arrive(bar(meta_.v_full[stage]));
+        if (lane_ == 0) ptx::mbar_arrive(arrived_v(stage));
       }
       ++t;
     });
@@ -137,7 +138,8 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
       int token, page;
       locate(maps_.page_k, slot, token, page);
       ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
-      issue<L::kDim>(maps_.k, base_ + L::kOffsetK + stage * L::kBytesK, bar(meta_.k_full[stage]), token, page, head);
+      issue<L::kRawSlabsK>(maps_.k, base_ + L::kOffsetK + stage * L::kBytesK + L::kRawK, arrived_k(stage), token, page,
+                           head);
       const bool runs = !L::kNeedsKeys && tile.shift != kNoShift;
       if (runs && lane_ < L::kTile / 32) describe_runs(tile, stage, lane_);
 #pragma unroll
@@ -148,7 +150,7 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
         const KeyRange range = describe(tile, stage, key, first < 0 ? -1 : first + rest, first_pos + rest);
         if (lane_ == 0) meta_.range[stage][part] = range;
       }
-      ptx::mbar_arrive_warp(bar(meta_.k_full[stage]), lane_);
+      ptx::mbar_arrive_warp(arrived_k(stage), lane_);
       ++t;
     });
   }

@@ -10,14 +10,17 @@ namespace attnrt {
 // A row in global memory as a multiple of 16 bytes from the tensor's start: 32 GiB before and behind it (strides may be
 // negative). Rows beyond that take copy_far.
 constexpr int kNoUnit = -0x7fffffff - 1;
+template <int kElement>
 __device__ __forceinline__ bool is_near(long long element) {
-  return element == kNoRow || static_cast<unsigned long long>((element >> 3) + 0x7fffffff) <= 0xfffffffeull;
+  return element == kNoRow ||
+         static_cast<unsigned long long>((element >> (kElement == 2 ? 3 : 4)) + 0x7fffffff) <= 0xfffffffeull;
 }
+template <int kElement>
 __device__ __forceinline__ int unit_of(long long element) {
-  return element == kNoRow ? kNoUnit : static_cast<int>(element >> 3);
+  return element == kNoRow ? kNoUnit : static_cast<int>(element >> (kElement == 2 ? 3 : 4));
 }
 
-// Copies 32 rows of kColumns 16-bit elements into rows row0... (row0 a multiple of 32) of a swizzled tile: lane i holds
+// Copies 32 rows of kColumns * 2 bytes into rows row0... (row0 a multiple of 32) of a swizzled tile: lane i holds
 // the place of row row0 + i. kAll: all are there.
 template <int kColumns, int kSlab, bool kAll>
 __device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int row0, int unit, int lane) {
@@ -41,27 +44,29 @@ __device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int ro
 }
 
 // The same for rows anywhere; lane i holds the offset of row row0 + i in elements.
-template <int kColumns, int kSlab>
+template <int kColumns, int kSlab, int kElement>
 __device__ __forceinline__ void copy_far(const char* src, unsigned tile, int row0, long long offset, int lane) {
 #pragma unroll 1
   for (int i = 0; i < 32; ++i) {
     const long long from = __shfl_sync(0xffffffffu, offset, i);
     const unsigned dst = tile + lane / 8 * kSlab + (row0 + i) * 128 + ((lane ^ (row0 + i)) & 7) * 16;
-    const char* at = src + (from == kNoRow ? 0 : from) * 2 + lane * 16;
+    const char* at = src + (from == kNoRow ? 0 : from) * kElement + lane * 16;
     if (lane < kColumns / 8) ptx::cp_async16(dst, at, from == kNoRow ? 0 : 16);
   }
 }
 
-template <int kColumns, int kSlab>
+template <int kColumns, int kSlab, int kElement>
 __device__ __forceinline__ void gather_rows(const char* src, unsigned tile, int row0, long long offset, int lane) {
-  if (!__all_sync(0xffffffffu, is_near(offset))) return copy_far<kColumns, kSlab>(src, tile, row0, offset, lane);
-  const int unit = unit_of(offset);
+  if (!__all_sync(0xffffffffu, is_near<kElement>(offset))) {
+    return copy_far<kColumns, kSlab, kElement>(src, tile, row0, offset, lane);
+  }
+  const int unit = unit_of<kElement>(offset);
   if (__all_sync(0xffffffffu, unit != kNoUnit)) return copy_rows<kColumns, kSlab, true>(src, tile, row0, unit, lane);
   copy_rows<kColumns, kSlab, false>(src, tile, row0, unit, lane);
 }
 
-// The same, number by number, for rows that 16-byte copies cannot reach.
-template <int kColumns, int kSlab>
+// The same, two bytes at a time, for rows that 16-byte copies cannot reach.
+template <int kColumns, int kSlab, int kElement>
 __device__ __forceinline__ void gather_numbers(const char* src, unsigned tile, int row0, long long offset, int lane) {
 #pragma unroll 1
   for (int i = 0; i < 32; ++i) {
@@ -69,21 +74,32 @@ __device__ __forceinline__ void gather_numbers(const char* src, unsigned tile, i
     const int row = row0 + i;
 #pragma unroll 1
     for (int d = lane * 2; d < kColumns; d += 64) {
-      const unsigned short* at = reinterpret_cast<const unsigned short*>(src) + (from == kNoRow ? 0 : from) + d;
-      const unsigned x = from == kNoRow ? 0u : at[0] | static_cast<unsigned>(at[1]) << 16;
+      const char* at = src + (from == kNoRow ? 0 : from) * kElement + d * 2;
+      unsigned x = 0;
+      if (from != kNoRow) {
+        if constexpr (kElement == 2) {
+          const unsigned short* y = reinterpret_cast<const unsigned short*>(at);
+          x = y[0] | static_cast<unsigned>(y[1]) << 16;
+        } else {
+          const unsigned char* y = reinterpret_cast<const unsigned char*>(at);
+          x = y[0] | static_cast<unsigned>(y[1]) << 8 | static_cast<unsigned>(y[2]) << 16 |
+              static_cast<unsigned>(y[3]) << 24;
+        }
+      }
       ptx::st_shared(tile + d / 64 * kSlab + row * 128 + ((d / 8 ^ row) & 7) * 16 + d % 8 * 2, x);
     }
   }
 }
 
-// By 16-byte copies where `vectors`, else number by number: the bits are the same. Offsets in elements.
-template <int kColumns, int kSlab>
+// By 16-byte copies where `vectors`, else number by number: the bits are the same. Offsets in elements of
+// kElement bytes, kColumns * 2 bytes a row.
+template <int kColumns, int kSlab, int kElement>
 __device__ __forceinline__ void gather_any(bool vectors, const char* src, unsigned tile, int row0, long long offset,
                                            int lane) {
   if (vectors) {
-    gather_rows<kColumns, kSlab>(src, tile, row0, offset, lane);
+    gather_rows<kColumns, kSlab, kElement>(src, tile, row0, offset, lane);
   } else {
-    gather_numbers<kColumns, kSlab>(src, tile, row0, offset, lane);
+    gather_numbers<kColumns, kSlab, kElement>(src, tile, row0, offset, lane);
   }
 }
 

@@ -11,7 +11,8 @@ template <class Config, class Variant>
 class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperTables<Config, Variant, Loading::gather>;
-  using Base::bar, Base::base_, Base::describe, Base::describe_runs, Base::fetch_query, Base::kNoShift, Base::lane_;
+  using Base::arrived_half, Base::arrived_k, Base::arrived_q, Base::arrived_v, Base::bar, Base::base_, Base::describe,
+      Base::describe_runs, Base::fetch_query, Base::kNoShift, Base::lane_;
   using Base::meta_, Base::own_part, Base::p_, Base::query_offset, Base::vector_queries, Base::wait_queries,
       Base::walk_tiles;
   using Base::wait_half, Base::warp_, Base::write_pass, Base::write_row;
@@ -47,8 +48,8 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
     if (L::kTile == 128 && t > 0) gather_v(t - 1, before, before_head);
     wait_queries(count);
     if (warp_ == 0 && lane_ == 0) meta_.pass[count & 1].done = 1;
-    if constexpr (L::kBuffersQ == 2) ptx::mbar_arrive(bar(meta_.q_full[count & 1]));
-    ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
+    if constexpr (L::kBuffersQ == 2) ptx::mbar_arrive(arrived_q(count & 1));
+    ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
   }
 
  private:
@@ -60,14 +61,14 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
     for (int row = warp_ * 32; row < L::kRows; row += 128) {
       const Query query = fetch_query(item, part, first + row + lane_);
       if constexpr (L::kBuffersQ == 1) wait_half(row / 64, count);
-      gather_any<L::kDim, L::kSlabQ>(vector_queries(), p_.q, base_ + (buffer & (L::kBuffersQ - 1)) * L::kBytesQ, row,
-                                     query_offset(item, part, head, first + row + lane_), lane_);
-      if constexpr (L::kBuffersQ == 1) arrive(bar(meta_.half_full[row / 64]), vector_queries());
+      gather_any<L::kDim, L::kSlabQ, 2>(vector_queries(), p_.q, base_ + (buffer & (L::kBuffersQ - 1)) * L::kBytesQ, row,
+                                        query_offset(item, part, head, first + row + lane_), lane_);
+      if constexpr (L::kBuffersQ == 1) arrive(arrived_half(row / 64), vector_queries());
       write_row(item, part, head, first, row + lane_, query, buffer);
     }
     if (warp_ == 0) write_pass(item, part, head, first, buffer);
-    if constexpr (L::kBuffersQ == 2) arrive(bar(meta_.q_full[buffer]), vector_queries());
-    ptx::mbar_arrive_warp(bar(meta_.q_full[buffer]), lane_);
+    if constexpr (L::kBuffersQ == 2) arrive(arrived_q(buffer), vector_queries());
+    ptx::mbar_arrive_warp(arrived_q(buffer), lane_);
   }
 
   // This thread's copies arrive when they are done; what it stored itself is done.
@@ -83,25 +84,25 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
     const int stage = t % L::kStages;
     const long long from = slot < 0 ? kNoRow : slot_offset(p_.k, static_cast<unsigned>(slot), head);
     ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
-    gather_any<L::kDim, L::kSlabKv>(p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK, warp_ * 32, from,
-                                    lane_);
-    arrive(bar(meta_.k_full[stage]), p_.k.vectors);
+    gather_any<L::kDim * L::kElementKv / 2, L::kSlabKv, L::kElementKv>(
+        p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK + L::kRawK, warp_ * 32, from, lane_);
+    arrive(arrived_k(stage), p_.k.vectors);
     if (!L::kNeedsKeys && tile.shift != kNoShift) {
       if (lane_ == 0) describe_runs(tile, stage, warp_);
     } else {
       const KeyRange range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
       if (lane_ == 0) meta_.range[stage][warp_] = range;
     }
-    ptx::mbar_arrive_warp(bar(meta_.k_full[stage]), lane_);
+    ptx::mbar_arrive_warp(arrived_k(stage), lane_);
   }
 
   __device__ __forceinline__ void gather_v(int t, int slot, int head) {
     const int stage = t % L::kStages;
     ptx::mbar_wait(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
     const long long from = slot < 0 ? kNoRow : slot_offset(p_.v, static_cast<unsigned>(slot), head);
-    gather_any<L::kDimVo, L::kSlabKv>(p_.v.vectors, p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV, own_part() * 32,
-                                      from, lane_);
-    arrive(bar(meta_.v_full[stage]), p_.v.vectors);
+    gather_any<L::kDimVo * L::kElementKv / 2, L::kSlabKv, L::kElementKv>(
+        p_.v.vectors, p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV + L::kRawV, own_part() * 32, from, lane_);
+    arrive(arrived_v(stage), p_.v.vectors);
   }
 };
 

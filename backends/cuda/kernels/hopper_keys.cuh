@@ -176,6 +176,20 @@ class HopperKeys {
 
   __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
 
+  // Barriers of the loader's arrivals: those of consumers, or of the stage that rewrites.
+  __device__ __forceinline__ unsigned arrived_q(int buffer) const {
+    return bar(L::kRewritesQ && L::kBuffersQ == 2 ? meta_.q_raw[buffer] : meta_.q_full[buffer]);
+  }
+  __device__ __forceinline__ unsigned arrived_half(int group) const {
+    return bar(L::kRewritesQ ? meta_.q_raw[group] : meta_.half_full[group]);
+  }
+  __device__ __forceinline__ unsigned arrived_k(int stage) const {
+    return bar(L::kRewritesK ? meta_.k_raw[stage] : meta_.k_full[stage]);
+  }
+  __device__ __forceinline__ unsigned arrived_v(int stage) const {
+    return bar(L::kRewritesV ? meta_.v_raw[stage] : meta_.v_full[stage]);
+  }
+
   const RunParams& p_;
   const ParamRef* params_;
   const KvMaps& maps_;

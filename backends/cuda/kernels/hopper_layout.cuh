@@ -10,6 +10,7 @@
 #include "cursor.cuh"
 #include "finish.cuh"
 #include "hopper_ptx.cuh"
+#include "types.cuh"
 
 namespace attnrt {
 
@@ -36,20 +37,29 @@ __device__ __forceinline__ bool reads_boxes(const RunParams& p, const KvMaps& ma
   return (anywhere ? p.plan->box_log2 : p.plan->page_box_log2) >= maps.box_log2;
 }
 
-// Config: q_type (= kv_type, 16 bits), out_type; group, head_dim, head_dim_vo (multiples of 64), kv_tile, warpgroups.
+// Config: q_type (16 bits), kv_type (the same, or 8 bits), out_type; group, head_dim, head_dim_vo (multiples of 64),
+// kv_tile, warpgroups.
 template <class Config, class Variant>
 struct HopperLayout {
   static constexpr int kGroups = Config::warpgroups;
-  static constexpr int kThreads = 128 * (kGroups + 1);
+  // What a stage of its own rewrites between load and multiply (hopper_rewrite.cuh).
+  static constexpr bool kWidens = Config::kv_type != Config::q_type;
+  static_assert(!kWidens || kBytes<Config::kv_type> == 1, "caches in q's type or in 8 bits");
+  static constexpr bool kRewritesQ = Variant::has_query;
+  static constexpr bool kRewritesK = kWidens || Variant::has_key;
+  static constexpr bool kRewritesV = kWidens || Variant::has_value;
+  static constexpr bool kHooks = Variant::has_query || Variant::has_key || Variant::has_value;
+  static constexpr bool kRewrites = kRewritesQ || kRewritesK || kRewritesV;
+  static constexpr int kThreads = 128 * (kGroups + (kRewrites ? 2 : 1));
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kTile = Config::kv_tile;
   static constexpr int kStages = 2;
   static constexpr int kDim = Config::head_dim;
   static constexpr int kDimVo = Config::head_dim_vo;
   static_assert(kDim % 64 == 0 && kDimVo % 64 == 0, "slabs of 64 elements");
-  static_assert(!Variant::has_query && !Variant::has_key && !Variant::has_value, "no hooks on q, k, v yet");
   static constexpr int kMaskRows = Variant::reads_index_mask ? kRows : 2;
-  static constexpr bool kNeedsSlots = Variant::has_logits || !Variant::mask_is_interval;
+  static constexpr bool kNeedsSlots =
+      Variant::has_logits || !Variant::mask_is_interval || Variant::has_key || Variant::has_value;
   static constexpr bool kNeedsKeys = kNeedsSlots || Variant::reads_index_mask;  // the table of keys, whatever the list
 
   static constexpr int kSlabQ = kRows * 128;  // bytes of one slab
@@ -57,6 +67,12 @@ struct HopperLayout {
   static constexpr int kBytesQ = kSlabQ * (kDim / 64);
   static constexpr int kBytesK = kSlabKv * (kDim / 64);
   static constexpr int kBytesV = kSlabKv * (kDimVo / 64);
+  // Slabs of a tile as it is loaded, 128 bytes of each row in each; they are the last ones of the stage.
+  static constexpr int kElementKv = kBytes<Config::kv_type>;
+  static constexpr int kRawSlabsK = (kDim * kElementKv + 127) / 128;
+  static constexpr int kRawSlabsV = (kDimVo * kElementKv + 127) / 128;
+  static constexpr int kRawK = kBytesK - kRawSlabsK * kSlabKv;
+  static constexpr int kRawV = kBytesV - kRawSlabsV * kSlabKv;
   // Two buffers of Q where they fit beside the tiles and 20 KB of tables; else one, and each warpgroup's half of it has
   // barriers of its own, because it is free as soon as that warpgroup has its last scores.
   static constexpr int kBuffersQ = 2 * kBytesQ + kStages * (kBytesK + kBytesV) <= 207 * 1024 ? 2 : 1;
@@ -100,6 +116,9 @@ struct HopperMeta {
   unsigned long long k_full[L::kStages], k_empty[L::kStages];
   unsigned long long v_full[L::kStages], v_empty[L::kStages];
   unsigned long long patch;
+  // What is loaded but still to be rewritten; q_raw by buffer, or by half where there is one.
+  unsigned long long q_raw[L::kRewritesQ ? 2 : 1];
+  unsigned long long k_raw[L::kRewritesK ? L::kStages : 1], v_raw[L::kRewritesV ? L::kStages : 1];
   unsigned long long half_full[L::kBuffersQ == 1 ? L::kGroups : 1], half_empty[L::kBuffersQ == 1 ? L::kGroups : 1];
 };
 

@@ -18,6 +18,17 @@ ATTNRT_DEV bool mbar_test_wait(u32 bar, u32 parity) {
 
 ATTNRT_DEV void st_shared(u32 addr, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(x) : "memory"); }
 
+ATTNRT_DEV u32 ld_shared(u32 addr) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");
+  return x;
+}
+
+ATTNRT_DEV void st_shared16(u32 addr, const u32 (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // 16 bytes at a 16-byte aligned address, all four words the same.
 ATTNRT_DEV void fill_shared16(u32 addr, u32 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(addr), "r"(x) : "memory");

@@ -12,7 +12,8 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
   using Base = HopperKeys<Config, Variant, kHow>;
 
  protected:
-  using Base::Base, Base::bar, Base::base_, Base::kNoShift, Base::lane_, Base::look_ahead, Base::meta_, Base::p_;
+  using Base::Base, Base::arrived_half, Base::arrived_q, Base::bar, Base::base_, Base::kNoShift, Base::lane_,
+      Base::look_ahead, Base::meta_, Base::p_;
   using Base::params_, Base::want;
   using typename Base::Tile;
 
@@ -124,12 +125,12 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       for (int i = 0; i < L::kRows / 32; ++i) {
         write_row(item, part, head, first, i * 32 + lane_, query[i], count & 1);
       }
-      ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
+      ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
       ++count;
     });
     wait_queries(count);
     if (lane_ == 0) meta_.pass[count & 1].done = 1;
-    ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
+    ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
   }
 
   // Where there is one buffer of Q: the half of a warpgroup is free for pass `count`.
@@ -155,18 +156,18 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       wait_queries(count);
 #pragma unroll 1
       for (int row = 0; row < L::kRows; row += 32) {
-        gather_any<L::kDim, L::kSlabQ>(vector_queries(), p_.q, base_ + (count & 1) * L::kBytesQ, row,
-                                       query_offset(item, part, head, first + row + lane_), lane_);
+        gather_any<L::kDim, L::kSlabQ, 2>(vector_queries(), p_.q, base_ + (count & 1) * L::kBytesQ, row,
+                                          query_offset(item, part, head, first + row + lane_), lane_);
       }
       ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
       ptx::fence_proxy_async();
-      ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
+      ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
       ++count;
     });
     if constexpr (L::kBuffersQ == 1) return;
     wait_queries(count);
-    ptx::mbar_arrive_warp(bar(meta_.q_full[count & 1]), lane_);
+    ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
   }
 
   __device__ __forceinline__ void bring_half(const WorkItem& item, const PartDesc& part, int head, int first, int group,
@@ -174,13 +175,13 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     wait_half(group, count);
 #pragma unroll
     for (int row = group * 64; row < group * 64 + 64; row += 32) {
-      gather_any<L::kDim, L::kSlabQ>(vector_queries(), p_.q, base_, row,
-                                     query_offset(item, part, head, first + row + lane_), lane_);
+      gather_any<L::kDim, L::kSlabQ, 2>(vector_queries(), p_.q, base_, row,
+                                        query_offset(item, part, head, first + row + lane_), lane_);
     }
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
-    ptx::mbar_arrive_warp(bar(meta_.half_full[group]), lane_);
+    ptx::mbar_arrive_warp(arrived_half(group), lane_);
   }
 
   __device__ __forceinline__ bool vector_queries() const {

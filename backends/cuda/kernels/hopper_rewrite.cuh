@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+// The stage between load and multiply of the Hopper prefill family: a warpgroup of its own that rewrites tiles where
+// they lie. It exists only for caches in 8 bits, whose numbers become q's type (exactly), and for variants that map q,
+// K or V (in float32, rounded once, as the other CUDA kernels do). Loaders then arrive on the raw barriers, and this
+// stage on the full ones.
+//
+// An 8-bit tile is loaded into the last slabs of its stage, a slab row holding 128 numbers: a row is read whole by one
+// warp before any of it is written, so that no staging buffer is needed and the stages of K and V stay two.
+#pragma once
+#include "attnrt_variant.h"
+#include "hopper_layout.cuh"
+#include "types.cuh"
+
+namespace attnrt {
+
+// Four 8-bit numbers as four of type To, exactly.
+template <Dtype From, Dtype To>
+__device__ __forceinline__ void widen(unsigned x, unsigned& lo, unsigned& hi) {
+  lo = fp8x2_to_half2<From>(static_cast<unsigned short>(x & 0xffffu));
+  hi = fp8x2_to_half2<From>(static_cast<unsigned short>(x >> 16));
+  if constexpr (To == Dtype::bf16) {
+    lo = ptx::pack2<ptx::Half16::bf16>(half_to_float(static_cast<unsigned short>(lo & 0xffffu)),
+                                       half_to_float(static_cast<unsigned short>(lo >> 16)));
+    hi = ptx::pack2<ptx::Half16::bf16>(half_to_float(static_cast<unsigned short>(hi & 0xffffu)),
+                                       half_to_float(static_cast<unsigned short>(hi >> 16)));
+  }
+}
+
+// Rows row0 ... row0 + kRows (a warp's own) of an 8-bit tile in the last slabs of a stage, in place. kColumns numbers.
+// A good many loads come before the first conversion: one warp per scheduler has nothing else to hide their latency.
+template <Dtype From, Dtype To, int kColumns, int kSlab, int kRows>
+__device__ __forceinline__ void widen_rows(unsigned tile, int row0, int lane) {
+  constexpr int kRaw = (kColumns + 127) / 128;                // slabs of the raw tile
+  constexpr int kFirst = kColumns / 64 - kRaw;                // the first of them
+  constexpr int kLanes = kColumns < 128 ? kColumns / 16 : 8;  // per row: 16 numbers each, of every raw slab
+  constexpr int kPer = 32 / kLanes;                           // rows per step
+  constexpr int kSteps = kRows / kPer < 4 / kRaw ? kRows / kPer : 4 / kRaw;
+  static_assert(kRows % (kPer * kSteps) == 0);
+  const int c = lane % kLanes, sub = lane / kLanes;
+  // Numbers 16c ... of raw slab s become chunks 2c and 2c + 1 of slab 2s + c / 4; the lanes of odd slabs write theirs
+  // the other way round, so that no bank is met twice.
+  const bool swap = c >= 4;
+#pragma unroll 1
+  for (int i = 0; i < kRows; i += kPer * kSteps) {
+    const unsigned rows = tile + (row0 + i + sub) * 128;
+    unsigned x[kSteps][kRaw][4];
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n)
+#pragma unroll
+      for (int s = 0; s < kRaw; ++s) {
+        const int row = sub + n * kPer;
+        if (s * 8 + c < kColumns / 16) {
+          ptx::ld_shared16(x[n][s], rows + n * kPer * 128 + (kFirst + s) * kSlab + ((c ^ row) & 7) * 16);
+        }
+      }
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n)
+#pragma unroll
+      for (int s = 0; s < kRaw; ++s) {
+        if (s * 8 + c >= kColumns / 16) continue;
+        const unsigned to = rows + n * kPer * 128 + (2 * s + c / 4) * kSlab;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int chunk = (c % 4 * 2 + (swap ? 1 - j : j)) ^ ((sub + n * kPer) & 7);
+          unsigned y[4];
+          widen<From, To>(swap ? x[n][s][2 - 2 * j] : x[n][s][2 * j], y[0], y[1]);
+          widen<From, To>(swap ? x[n][s][3 - 2 * j] : x[n][s][2 * j + 1], y[2], y[3]);
+          ptx::st_shared16(to + chunk * 16, y);
+        }
+      }
+  }
+}
+
+template <Dtype T>
+__device__ __forceinline__ float low_float(unsigned x) {
+  return to_float<T>(static_cast<unsigned short>(x & 0xffffu));
+}
+template <Dtype T>
+__device__ __forceinline__ float high_float(unsigned x) {
+  return to_float<T>(static_cast<unsigned short>(x >> 16));
+}
+
+// Maps the pairs of a warp's rows row0 ... row0 + kRows (multiples of 8) in place: map(row, d, x0, x1). A lane takes
+// the same words of every row, so that what depends on d alone is computed once for eight rows, and an address is one
+// XOR.
+template <Dtype T, int kPairing, int kPairDim, int kColumns, int kSlab, int kRows, class Map>
+__device__ __forceinline__ void map_rows(unsigned tile, int row0, int lane, const Map& map) {
+  constexpr int kOver = kPairDim == 0 ? kColumns : kPairDim;
+  constexpr bool kHalves = kPairing == PAIR_HALF;
+  constexpr int kUnits = kHalves ? kOver / 4 : kOver / 2;  // words, or pairs of words, of a row
+  constexpr int kSpan =
+      (kUnits & -kUnits) > 32 ? 32 : (kUnits & -kUnits);  // units of a row that a warp takes at a time
+  constexpr int kPer = 32 / kSpan;                        // and of so many rows
+  static_assert(kSpan >= 4 && kOver % (kHalves ? 16 : 8) == 0, "hopper_config lets no other through");
+  const int sub = lane / kSpan;
+#pragma unroll 1
+  for (int rows = 0; rows < kRows; rows += 8) {
+#pragma unroll 1
+    for (int first = 0; first < kUnits; first += kSpan) {
+      const int unit = first + lane % kSpan, other = unit + kOver / 4;
+      const unsigned at = tile + (row0 + rows + sub) * 128;
+      const unsigned x_at = at + unit / 32 * kSlab + ((unit / 4 ^ sub) & 7) * 16 + unit % 4 * 4;
+      const unsigned y_at = at + other / 32 * kSlab + ((other / 4 ^ sub) & 7) * 16 + other % 4 * 4;
+      unsigned x[kSpan / 4], y[kSpan / 4];
+#pragma unroll
+      for (int j = 0; j < 8; j += kPer) {
+        x[j / kPer] = ptx::ld_shared((x_at ^ j * 16) + j * 128);
+        if constexpr (kHalves) y[j / kPer] = ptx::ld_shared((y_at ^ j * 16) + j * 128);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; j += kPer) {
+        unsigned& word = x[j / kPer];
+        const int row = row0 + rows + sub + j;
+        float a = low_float<T>(word), b = high_float<T>(word), c = 0.0f, d = 0.0f;
+        if constexpr (kHalves) {
+          c = low_float<T>(y[j / kPer]);
+          d = high_float<T>(y[j / kPer]);
+          map(row, 2 * unit, a, c);
+          map(row, 2 * unit + 1, b, d);
+          y[j / kPer] = ptx::pack2<kHalf<T>>(c, d);
+        } else if constexpr (kPairing == PAIR_INTERLEAVED) {
+          map(row, unit, a, b);
+        } else {
+          map(row, 2 * unit, a, c);
+          map(row, 2 * unit + 1, b, d);
+        }
+        word = ptx::pack2<kHalf<T>>(a, b);
+      }
+#pragma unroll
+      for (int j = 0; j < 8; j += kPer) {
+        ptx::st_shared((x_at ^ j * 16) + j * 128, x[j / kPer]);
+        if constexpr (kHalves) ptx::st_shared((y_at ^ j * 16) + j * 128, y[j / kPer]);
+      }
+    }
+  }
+}
+
+template <class Config, class Variant, class Loader>
+class HopperRewriter {
+  using L = HopperLayout<Config, Variant>;
+  using M = HopperMeta<L>;
+  static constexpr Dtype kTo = Config::q_type;
+  static constexpr int kOwn = L::kTile / 4;  // keys of a tile that a warp rewrites
+  static constexpr int kOwnQ = L::kRows / 4;
+
+ public:
+  __device__ __forceinline__ HopperRewriter(const RunParams& p, const ParamRef* params, char* smem)
+      : p_(p), params_(params), base_(ptx::smem_addr(smem)), meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
+    lane_ = threadIdx.x % 32;
+    warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+  }
+
+  // In the order in which consumers want them: a pass's Q, K of tile t + 1, V of tile t.
+  __device__ __forceinline__ void run() {
+    int t = 0, count = 0;
+    Ctx before = {};
+    walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
+      const Ctx c = context(item, head, first);
+      if constexpr (L::kRewritesQ) queries(count, head, first);
+#pragma unroll 1
+      for (int leaf = item.leaf_begin; leaf < max(item.leaf_end, item.leaf_begin + 1); ++leaf) {
+        int offset, stop;
+        leaf_range<L::kTile>(p_, item, leaf, offset, stop);
+#pragma unroll 1
+        for (; offset < stop; offset += L::kTile) {
+          if constexpr (L::kRewritesK) keys(t, c);
+          if constexpr (L::kRewritesV) {
+            if (t > 0) values(t - 1, before);
+            before = c;
+          }
+          ++t;
+        }
+      }
+      ++count;
+    });
+    if constexpr (L::kRewritesV) {
+      if (t > 0) values(t - 1, before);
+    }
+    if constexpr (L::kRewritesQ && L::kBuffersQ == 2) {  // the record that says that the list has ended
+      ptx::mbar_wait(bar(meta_.q_raw[count & 1]), count >> 1 & 1);
+      hand_over(bar(meta_.q_full[count & 1]));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
+
+  // What this warp has written is there for products, and for who waits for the barrier.
+  __device__ __forceinline__ void hand_over(unsigned full) const {
+    ptx::fence_proxy_async();
+    ptx::mbar_arrive_warp(full, lane_);
+  }
+
+  // What hooks on keys and values may ask: the pass's first request stands for all, as in the other kernels.
+  __device__ __forceinline__ Ctx context(const WorkItem& item, int head, int first) const {
+    Ctx c = {};
+    c.kv_head = head;
+    c.qo_head = head * Config::group;
+    if constexpr (Variant::has_key || Variant::has_value) {
+      const PartDesc& part = p_.plan->parts[item.part];
+      c.request = part.request[item.q_begin + first / Config::group];
+      c.qo_len = p_.plan->qo_lens[c.request];
+      c.kv_len = kv_len_of(p_, c.request);
+    }
+    return c;
+  }
+
+  __device__ __forceinline__ void keys(int t, const Ctx& c) const {
+    const int stage = t % L::kStages;
+    const unsigned tile = base_ + L::kOffsetK + stage * L::kBytesK;
+    ptx::mbar_wait(bar(meta_.k_raw[stage]), t / L::kStages & 1);
+    if constexpr (L::kWidens) widen_rows<Config::kv_type, kTo, L::kDim, L::kSlabKv, kOwn>(tile, warp_ * kOwn, lane_);
+    if constexpr (Variant::has_key) {
+      __syncwarp();
+      map_rows<kTo, Variant::key_pairing, Variant::key_dim, L::kDim, L::kSlabKv, kOwn>(
+          tile, warp_ * kOwn, lane_, [&](int row, int d, float& x0, float& x1) {
+            Ctx key = c;
+            key.kv_pos = meta_.pos[stage][row];
+            key.kv_slot = meta_.slot[stage][row];
+            Variant::key(params_, key, d, x0, x1);
+          });
+    }
+    hand_over(bar(meta_.k_full[stage]));
+  }
+
+  __device__ __forceinline__ void values(int t, const Ctx& c) const {
+    const int stage = t % L::kStages;
+    const unsigned tile = base_ + L::kOffsetV + stage * L::kBytesV;
+    ptx::mbar_wait(bar(meta_.v_raw[stage]), t / L::kStages & 1);
+    if constexpr (L::kWidens) widen_rows<Config::kv_type, kTo, L::kDimVo, L::kSlabKv, kOwn>(tile, warp_ * kOwn, lane_);
+    if constexpr (Variant::has_value) {
+      __syncwarp();
+      map_rows<kTo, Variant::value_pairing, Variant::value_dim, L::kDimVo, L::kSlabKv, kOwn>(
+          tile, warp_ * kOwn, lane_, [&](int row, int d, float& x0, float& x1) {
+            Ctx key = c;
+            key.kv_pos = meta_.pos[stage][row];
+            key.kv_slot = meta_.slot[stage][row];
+            if (key.kv_pos != kDeadKey) Variant::value(params_, key, d, x0, x1);  // zeros stay zeros
+          });
+      ptx::mbar_arrive_warp(bar(meta_.k_empty[stage]), lane_);  // the table of keys is not read any more
+    }
+    hand_over(bar(meta_.v_full[stage]));
+  }
+
+  __device__ __forceinline__ void queries(int count, int head, int first) const {
+    const int buffer = count & 1;
+    const unsigned tile = base_ + (buffer & (L::kBuffersQ - 1)) * L::kBytesQ;
+    if constexpr (L::kBuffersQ == 2) {
+      ptx::mbar_wait(bar(meta_.q_raw[buffer]), count >> 1 & 1);
+      map_queries<kOwnQ>(tile, warp_ * kOwnQ, buffer, head, first);
+      hand_over(bar(meta_.q_full[buffer]));
+    } else {
+      ptx::mbar_wait(bar(meta_.q_full[buffer]), count >> 1 & 1);  // tables
+#pragma unroll 1
+      for (int group = 0; group < L::kGroups; ++group) {
+        ptx::mbar_wait(bar(meta_.q_raw[group]), count & 1);
+        map_queries<16>(tile, group * 64 + warp_ * 16, buffer, head, first);
+        hand_over(bar(meta_.half_full[group]));
+      }
+    }
+  }
+
+  template <int kRows>
+  __device__ __forceinline__ void map_queries(unsigned tile, int row0, int buffer, int head, int first) const {
+    map_rows<kTo, Variant::query_pairing, Variant::query_dim, L::kDim, L::kSlabQ, kRows>(
+        tile, row0, lane_, [&](int row, int d, float& x0, float& x1) {
+          const int4 entry = meta_.row[buffer][row];
+          if (entry.x < 0) return;
+          Ctx c;
+          c.request = meta_.row_request[buffer][row].x;
+          c.qo_row = entry.x;
+          c.qo_pos = entry.y;
+          c.kv_head = head;
+          c.qo_head = head * Config::group + (first + row) % Config::group;
+          c.qo_len = p_.plan->qo_lens[c.request];
+          c.kv_len = kv_len_of(p_, c.request);
+          c.kv_pos = 0;
+          c.kv_slot = 0;
+          Variant::query(params_, c, d, x0, x1);
+        });
+  }
+
+  const RunParams& p_;
+  const ParamRef* params_;
+  const unsigned base_;
+  M& meta_;
+  int lane_, warp_;
+};
+
+}  // namespace attnrt
