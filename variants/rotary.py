@@ -26,7 +26,7 @@ from attnrt.variants.functions import cospi, sinpi, to_float, to_int, to_int64
 from attnrt.variants.trace import CTX
 from attnrt.variants.variant import PairMap, Param, Variant, input_node
 
-__all__ = ["rope", "rope_frequencies", "rope_phases"]
+__all__ = ["rope", "rope_frequencies", "rope_phases", "turns_by_position"]
 
 #: The largest float; integers past it are refused before Python raises OverflowError.
 LARGEST = 2.0**1023 * (2 - 2.0**-52)
@@ -150,6 +150,18 @@ def _rotated(position: Node, scale: Node | None) -> tuple[Node, Node]:
         c, s = c * scale, s * scale
     x0, x1 = input_node("x0"), input_node("x1")
     return x0 * c - x1 * s, x1 * c + x0 * s
+
+
+def turns_by_position(composed: Any) -> bool:
+    """Whether a composed variant's hooks on q and k are ``rope`` alone, unscaled, "half" pairing, of one width.
+
+    A kernel may then compute the angles in another way than key by key.
+    """
+    maps = (composed.query, composed.key_map)
+    if any(m is None or m.pairing != "half" for m in maps) or maps[0].dim != maps[1].dim:
+        return False
+    positions = (CTX.qo_pos, CTX.kv_pos)
+    return all((m.y0, m.y1) == _rotated(p, None) for m, p in zip(maps, positions, strict=True))
 
 
 def rope(

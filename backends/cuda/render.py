@@ -18,6 +18,7 @@ from attnrt.backends.cuda import pack
 from attnrt.backends.cuda.boxes import MAPS_BYTES
 from attnrt.backends.cuda.tables import DECODE_CTAS, TileConfig, hopper_config, tile_config
 from attnrt.variants import include_dir
+from attnrt.variants.rotary import turns_by_position
 
 if TYPE_CHECKING:
     from attnrt.spec import AttentionSpec
@@ -258,6 +259,7 @@ def render(spec: AttentionSpec, *names: str) -> str:
         own = {
             "kv_tile": wide.kv_tile,
             "warpgroups": wide.warpgroups,
+            "turns": turns_by_position(composed),
             "folds": names[0] in (HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD),
         }
         constants, maps = config_text(config, _HOPPER_CONSTANTS, **own), "\n  KvMaps maps;"

@@ -327,6 +327,23 @@ inline void st_shared(u32 a, u32 x) { memcpy(emu::at(a), &x, 4); }
 inline void fill_shared16(u32 a, u32 x) {
   for (int i = 0; i < 4; ++i) st_shared(a + 4 * i, x);
 }
+template <bool kE4m3>
+inline void widen_fp8(u32 x, u32& lo, u32& hi) {
+  u32 half[4];
+  for (int i = 0; i < 4; ++i) {
+    const u32 b = x >> 8 * i & 0xff, sign = (b & 0x80) << 8, rest = b & 0x7f;
+    if (!kE4m3) {
+      half[i] = b << 8;
+    } else if (rest == 0x7f) {
+      half[i] = sign | 0x7fff;
+    } else {  // the pattern shifted by 7 is the value times 2^-8
+      const float value = static_cast<float>(unpun<_Float16>(rest << 7)) * 256.0f;
+      half[i] = sign | static_cast<u32>(pun(static_cast<_Float16>(value)) & 0xffff);
+    }
+  }
+  lo = half[0] | half[1] << 16;
+  hi = half[2] | half[3] << 16;
+}
 inline u32 ld_shared(u32 a) {
   u32 x;
   memcpy(&x, emu::at(a), 4);
@@ -408,7 +425,8 @@ inline void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c
         const long long d = c0 + i, t = c1 + (long long)r;
         if (d >= 0 && d < (long long)m[4] && t >= 0 && t < (long long)m[5] && c2 >= 0 && c2 < (long long)m[6] &&
             c3 >= 0 && c3 < (long long)m[7])
-          memcpy(&x, (const char*)m[0] + d * bytes + t * (long long)m[1] + c2 * (long long)m[2] + c3 * (long long)m[3], bytes);
+          memcpy(&x, (const char*)m[0] + d * bytes + t * (long long)m[1] + c2 * (long long)m[2] + c3 * (long long)m[3],
+                 bytes);
         memcpy(emu::at(emu::swizzle(dst + r * 128 + i * bytes)), &x, bytes);
       }
     auto& b = emu::mbars.at(bar);

@@ -64,7 +64,7 @@ struct TileConfig {
   static constexpr Dtype q_type = Dtype::bf16, kv_type = Dtype::bf16, out_type = Dtype::bf16;
   static constexpr int group = kGroup, head_dim = kHeadDim, head_dim_vo = kHeadDim, kv_tile = 128, warpgroups = kWarpgroups;
   static constexpr bool shared_kv = false;
-  static constexpr bool folds = kFolds;
+  static constexpr bool folds = kFolds, turns = false;
 };
 
 }  // namespace attnrt

@@ -48,6 +48,8 @@ struct HopperLayout {
   static constexpr bool kRewritesQ = Variant::has_query;
   static constexpr bool kRewritesK = kWidens || Variant::has_key;
   static constexpr bool kRewritesV = kWidens || Variant::has_value;
+  static constexpr bool kTurns = Config::turns;  // the hooks on q and K are a rotation by position, "half" pairing
+  static constexpr int kTurnPairs = kTurns ? (Variant::key_dim == 0 ? Config::head_dim : Variant::key_dim) / 2 : 0;
   static constexpr bool kHooks = Variant::has_query || Variant::has_key || Variant::has_value;
   static constexpr bool kRewrites = kRewritesQ || kRewritesK || kRewritesV;
   static constexpr int kThreads = 128 * (kGroups + (kRewrites ? 2 : 1));
@@ -116,6 +118,7 @@ struct HopperMeta {
   unsigned long long k_full[L::kStages], k_empty[L::kStages];
   unsigned long long v_full[L::kStages], v_empty[L::kStages];
   unsigned long long patch;
+  alignas(16) float2 turns[L::kTurns ? 8 * L::kTurnPairs : 1];  // (cosine, sine) of positions 0 to 7
   // What is loaded but still to be rewritten; q_raw by buffer, or by half where there is one.
   unsigned long long q_raw[L::kRewritesQ ? 2 : 1];
   unsigned long long k_raw[L::kRewritesK ? L::kStages : 1], v_raw[L::kRewritesV ? L::kStages : 1];

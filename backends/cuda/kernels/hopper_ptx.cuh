@@ -18,6 +18,20 @@ ATTNRT_DEV bool mbar_test_wait(u32 bar, u32 parity) {
 
 ATTNRT_DEV void st_shared(u32 addr, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(x) : "memory"); }
 
+// Four 8-bit numbers to four float16, exactly; in order.
+template <bool kE4m3>
+ATTNRT_DEV void widen_fp8(u32 x, u32& lo, u32& hi) {
+  if constexpr (kE4m3) {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+        : "=r"(lo), "=r"(hi)
+        : "r"(x));
+  } else {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; cvt.rn.f16x2.e5m2x2 %1, b;}"
+        : "=r"(lo), "=r"(hi)
+        : "r"(x));
+  }
+}
+
 ATTNRT_DEV u32 ld_shared(u32 addr) {
   u32 x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");

@@ -13,11 +13,11 @@
 
 namespace attnrt {
 
-// Four 8-bit numbers as four of type To, exactly.
+// Four 8-bit numbers as four of type To, exactly. Few instructions of the pipe that maxima and packing need: it runs at
+// half its rate beside the tensor cores, and is what this stage is bound by.
 template <Dtype From, Dtype To>
 __device__ __forceinline__ void widen(unsigned x, unsigned& lo, unsigned& hi) {
-  lo = fp8x2_to_half2<From>(static_cast<unsigned short>(x & 0xffffu));
-  hi = fp8x2_to_half2<From>(static_cast<unsigned short>(x >> 16));
+  ptx::widen_fp8<From == Dtype::e4m3>(x, lo, hi);
   if constexpr (To == Dtype::bf16) {
     lo = ptx::pack2<ptx::Half16::bf16>(half_to_float(static_cast<unsigned short>(lo & 0xffffu)),
                                        half_to_float(static_cast<unsigned short>(lo >> 16)));
@@ -34,7 +34,7 @@ __device__ __forceinline__ void widen_rows(unsigned tile, int row0, int lane) {
   constexpr int kFirst = kColumns / 64 - kRaw;                // the first of them
   constexpr int kLanes = kColumns < 128 ? kColumns / 16 : 8;  // per row: 16 numbers each, of every raw slab
   constexpr int kPer = 32 / kLanes;                           // rows per step
-  constexpr int kSteps = kRows / kPer < 4 / kRaw ? kRows / kPer : 4 / kRaw;
+  constexpr int kSteps = 2;  // 8 rows or 16: their low bits are those of the lane and the step
   static_assert(kRows % (kPer * kSteps) == 0);
   const int c = lane % kLanes, sub = lane / kLanes;
   // Numbers 16c ... of raw slab s become chunks 2c and 2c + 1 of slab 2s + c / 4; the lanes of odd slabs write theirs
@@ -62,10 +62,10 @@ __device__ __forceinline__ void widen_rows(unsigned tile, int row0, int lane) {
         const unsigned to = rows + n * kPer * 128 + (2 * s + c / 4) * kSlab;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const int chunk = (c % 4 * 2 + (swap ? 1 - j : j)) ^ ((sub + n * kPer) & 7);
+          const int chunk = (c % 4 * 2 + j) ^ ((sub + n * kPer) & 7);
           unsigned y[4];
-          widen<From, To>(swap ? x[n][s][2 - 2 * j] : x[n][s][2 * j], y[0], y[1]);
-          widen<From, To>(swap ? x[n][s][3 - 2 * j] : x[n][s][2 * j + 1], y[2], y[3]);
+          widen<From, To>(x[n][s][2 * j], y[0], y[1]);
+          widen<From, To>(x[n][s][2 * j + 1], y[2], y[3]);
           ptx::st_shared16(to + chunk * 16, y);
         }
       }
@@ -136,6 +136,80 @@ __device__ __forceinline__ void map_rows(unsigned tile, int row0, int lane, cons
   }
 }
 
+// Turns whole rows by position (variants/rotary.py), "half" pairing: the angle of a position is that of the multiple of
+// 8 below it plus that of the rest. Eight rows whose positions run on from a multiple of 8 share the first, the second
+// lies in a table: a tenth of the instructions of a sine and a cosine for each pair. A row's bits do not depend on
+// which of the two ways it goes. table: [8][kOver / 2] of (cosine, sine); at(d): phase of pair d, pos(row): its
+// position.
+struct Turn {
+  float c, s;
+};
+__device__ __forceinline__ Turn turn_of(int pos, long long phase) {
+  const float x = static_cast<float>(static_cast<int>(imul(static_cast<long long>(pos), phase) >> 32)) * 0x1p-31f;
+  return {f_cospi(x), f_sinpi(x)};
+}
+__device__ __forceinline__ void turn(const Turn& a, float cos, float sin, float& x0, float& x1) {
+  const float c = __fmaf_rn(a.c, cos, -__fmul_rn(a.s, sin)), s = __fmaf_rn(a.s, cos, __fmul_rn(a.c, sin));
+  const float y0 = __fmaf_rn(x0, c, -__fmul_rn(x1, s));
+  x1 = __fmaf_rn(x1, c, __fmul_rn(x0, s));
+  x0 = y0;
+}
+
+template <Dtype T, int kOver, int kSlab, int kRows, class At, class Pos>
+__device__ __forceinline__ void turn_rows(unsigned tile, unsigned table, int row0, int lane, const At& at,
+                                          const Pos& pos) {
+  constexpr int kUnits = kOver / 4;
+  constexpr int kSpan = (kUnits & -kUnits) > 32 ? 32 : (kUnits & -kUnits);
+  constexpr int kPer = 32 / kSpan;
+  const int sub = lane / kSpan;
+#pragma unroll 1
+  for (int rows = row0; rows < row0 + kRows; rows += 8) {
+    const int mine = pos(rows + lane % 8), first_pos = __shfl_sync(0xffffffffu, mine, 0);
+    const bool shared = first_pos % 8 == 0 && __all_sync(0xffffffffu, mine == first_pos + lane % 8 || mine == kDeadKey);
+#pragma unroll 1
+    for (int first = 0; first < kUnits; first += kSpan) {
+      const int unit = first + lane % kSpan, other = unit + kOver / 4;
+      const unsigned row_at = tile + (rows + sub) * 128;
+      const unsigned x_at = row_at + unit / 32 * kSlab + ((unit / 4 ^ sub) & 7) * 16 + unit % 4 * 4;
+      const unsigned y_at = row_at + other / 32 * kSlab + ((other / 4 ^ sub) & 7) * 16 + other % 4 * 4;
+      const long long phase[2] = {at(2 * unit), at(2 * unit + 1)};
+      Turn base[2] = {turn_of(first_pos, phase[0]), turn_of(first_pos, phase[1])};
+#pragma unroll
+      for (int j = 0; j<8; j += 4> kPer ? 4 : kPer) {
+        constexpr int kSteps = 4 > kPer ? 4 / kPer : 1;
+        unsigned x[kSteps], y[kSteps], w[kSteps][4];
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          const int row = j + n * kPer;
+          x[n] = ptx::ld_shared((x_at ^ row * 16) + row * 128);
+          y[n] = ptx::ld_shared((y_at ^ row * 16) + row * 128);
+          const int rest = shared ? row + sub : pos(rows + row + sub) & 7;
+          ptx::ld_shared16(w[n], table + (rest * (kOver / 2) + 2 * unit) * 8);
+        }
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          if (!shared) {
+            const int whole = pos(rows + j + n * kPer + sub) & ~7;
+            base[0] = turn_of(whole, phase[0]);
+            base[1] = turn_of(whole, phase[1]);
+          }
+          float a = low_float<T>(x[n]), b = high_float<T>(x[n]), c = low_float<T>(y[n]), d = high_float<T>(y[n]);
+          turn(base[0], __uint_as_float(w[n][0]), __uint_as_float(w[n][1]), a, c);
+          turn(base[1], __uint_as_float(w[n][2]), __uint_as_float(w[n][3]), b, d);
+          x[n] = ptx::pack2<kHalf<T>>(a, b);
+          y[n] = ptx::pack2<kHalf<T>>(c, d);
+        }
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          const int row = j + n * kPer;
+          ptx::st_shared((x_at ^ row * 16) + row * 128, x[n]);
+          ptx::st_shared((y_at ^ row * 16) + row * 128, y[n]);
+        }
+      }
+    }
+  }
+}
+
 template <class Config, class Variant, class Loader>
 class HopperRewriter {
   using L = HopperLayout<Config, Variant>;
@@ -153,6 +227,7 @@ class HopperRewriter {
 
   // In the order in which consumers want them: a pass's Q, K of tile t + 1, V of tile t.
   __device__ __forceinline__ void run() {
+    if constexpr (L::kTurns) fill_table();
     int t = 0, count = 0;
     Ctx before = {};
     walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
@@ -211,7 +286,12 @@ class HopperRewriter {
     const unsigned tile = base_ + L::kOffsetK + stage * L::kBytesK;
     ptx::mbar_wait(bar(meta_.k_raw[stage]), t / L::kStages & 1);
     if constexpr (L::kWidens) widen_rows<Config::kv_type, kTo, L::kDim, L::kSlabKv, kOwn>(tile, warp_ * kOwn, lane_);
-    if constexpr (Variant::has_key) {
+    if constexpr (L::kTurns) {
+      __syncwarp();
+      turn_rows<kTo, kOver, L::kSlabKv, kOwn>(
+          tile, table(), warp_ * kOwn, lane_, [&](int d) { return phase(d); },
+          [&](int row) { return meta_.pos[stage][row]; });
+    } else if constexpr (Variant::has_key) {
       __syncwarp();
       map_rows<kTo, Variant::key_pairing, Variant::key_dim, L::kDim, L::kSlabKv, kOwn>(
           tile, warp_ * kOwn, lane_, [&](int row, int d, float& x0, float& x1) {
@@ -263,6 +343,11 @@ class HopperRewriter {
 
   template <int kRows>
   __device__ __forceinline__ void map_queries(unsigned tile, int row0, int buffer, int head, int first) const {
+    if constexpr (L::kTurns) {
+      return turn_rows<kTo, kOver, L::kSlabQ, kRows>(
+          tile, table(), row0, lane_, [&](int d) { return phase(d); },
+          [&](int row) { return meta_.row[buffer][row].y; });
+    }
     map_rows<kTo, Variant::query_pairing, Variant::query_dim, L::kDim, L::kSlabQ, kRows>(
         tile, row0, lane_, [&](int row, int d, float& x0, float& x1) {
           const int4 entry = meta_.row[buffer][row];
@@ -279,6 +364,22 @@ class HopperRewriter {
           c.kv_slot = 0;
           Variant::query(params_, c, d, x0, x1);
         });
+  }
+
+  // ------------------------------------------------------------------ rotation by position
+  static constexpr int kOver = Variant::key_dim == 0 ? L::kDim : Variant::key_dim;
+
+  __device__ __forceinline__ long long phase(int d) const {
+    if constexpr (L::kTurns) return element<long long>(params_[Variant::slot_rope_phase], d);
+    return 0;
+  }
+  __device__ __forceinline__ unsigned table() const { return ptx::smem_addr(&meta_.turns[0]); }
+  __device__ __forceinline__ void fill_table() const {
+    for (int i = threadIdx.x % 128; i < 8 * (kOver / 2); i += 128) {
+      const Turn x = turn_of(i / (kOver / 2), phase(i % (kOver / 2)));
+      meta_.turns[i] = make_float2(x.c, x.s);
+    }
+    ptx::bar_sync(1 + L::kGroups, 128);
   }
 
   const RunParams& p_;
