@@ -106,7 +106,9 @@ def box_of(plan: Plan, call: Any, spec: Any) -> int:
     for view in (call.k, call.v):
         if view.num_pages * view.page_size == 0 or view.ptr % 16:
             return NO_BOXES
-        if any(n * itemsize % 16 or not 0 < n * itemsize < 1 << 40 for n in _strides(view, spec.num_kv_heads)):
+        if any(
+            n * itemsize % 16 or not 0 < n * itemsize < 1 << 40 for n in _strides(view, spec.num_kv_heads)
+        ):
             return NO_BOXES
         own = anywhere if is_linear(view) else min(in_pages, _log2_of_divisor(view.page_size))
         sizes.append(own)
@@ -120,7 +122,9 @@ def geometry(call: Any, box: int, spec: Any) -> list[tuple[int, list[int], list[
         slots = view.num_pages * view.page_size
         tokens, pages = (slots, 1) if is_linear(view) else (view.page_size, view.num_pages)
         strides = [itemsize * n for n in _strides(view, spec.num_kv_heads)]
-        found.append((view.ptr, [dim, tokens, spec.num_kv_heads, pages], strides, [128 // itemsize, 1 << box, 1, 1]))
+        found.append(
+            (view.ptr, [dim, tokens, spec.num_kv_heads, pages], strides, [128 // itemsize, 1 << box, 1, 1])
+        )
     return found
 
 

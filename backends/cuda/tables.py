@@ -171,18 +171,19 @@ PASS_TILES = 3.5
 
 def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
     """The Hopper kernel's constants for a spec; None where it does not take it: other dims or types, pairs of numbers that
-    do not fill four words, V inside K's rows. A matter of the spec alone, because it is part of what a request's bits depend on."""
+    do not fill four words, V inside K's rows. A matter of the spec alone, being part of what a request's bits depend on."""
     composed = spec.composed
     hooks = [hook for hook in (composed.query, composed.key_map, composed.value) if hook is not None]
     narrow = spec.kv_dtype in ("float8_e4m3fn", "float8_e5m2")
     types = spec.q_dtype in ("float16", "bfloat16") and (narrow or spec.kv_dtype == spec.q_dtype)
-    words = all(
-        hook.dim is None or hook.dim % (16 if hook.pairing == "half" else 8) == 0 for hook in hooks
-    )
+    words = all(hook.dim is None or hook.dim % (16 if hook.pairing == "half" else 8) == 0 for hook in hooks)
     found = HOPPER_DIMS.get((spec.head_dim, spec.head_dim_vo))
     if found is None or not types or not words or spec.shared_kv:
         return None
-    return replace(found, rewrites=True) if hooks or narrow else found
+    if not hooks and not narrow:
+        return found
+    # 512 threads get 128 registers each at entry, too few for products of 256 columns (ptxas C7602).
+    return replace(found, rewrites=True) if spec.head_dim_vo <= 128 else None
 
 
 def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, hopper: bool = False) -> Traits:

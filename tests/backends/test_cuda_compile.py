@@ -103,6 +103,9 @@ HOPPER_SPECS = {
     ),
     "alibi": ({"variant": (v.causal(), v.alibi())}, (32, 40, 48, 80)),
     "mask": ({"variant": (v.custom_mask(),)}, (256, 288, 432, 464)),
+    # 512 threads of 128 registers at entry: the consumers have 200 or 192.
+    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (64, 112, 136, 176)),
+    "rope": ({"variant": (v.causal(), v.rope(128))}, (240, 328, 352, 448)),
 }
 
 
@@ -125,9 +128,15 @@ def test_which_specs_the_hopper_kernel_takes():
     """And that nothing else decides: a request's bits are its spec's and its length's."""
     takes = [name for name in SPECS if hopper_config(spec(**SPECS[name])) is not None]
     assert takes == [
-        *("bf16 128", "sigmoid mask", "fp16 64", "16 rows", "window, softcap"),
-        *("bf16 192/128", "bf16 256"),
+        *("bf16 128", "all hooks", "fp8 128", "sigmoid mask", "fp16 64", "16 rows"),
+        *("window, softcap", "bf16 192/128", "bf16 256"),
     ]
+    for changes in (
+        {"head_dim": 256, "kv_dtype": "float8_e4m3fn"},
+        {"variant": v.rope(24)},
+        {"kv_dtype": "float32"},
+    ):
+        assert hopper_config(spec(**changes)) is None
     for name, changes in SPECS.items():
         s = spec(**changes)
         assert (set(HOPPER) <= set(entry_names(s, hopper=True))) == (name in takes)

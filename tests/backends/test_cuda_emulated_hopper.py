@@ -87,10 +87,11 @@ REWRITTEN = {
     "e5m2 192/128": {"kv_dtype": "float8_e5m2", "head_dim": 192, "head_dim_vo": 128},
     "rope": {"variant": (v.causal(), v.rope(64))},
     "rope of a part": {"variant": (v.causal(), v.rope(32, interleaved=True)), "head_dim": 128},
-    "e4m3, rope 256": {
+    "e4m3, rope of 192": {
         "kv_dtype": "float8_e4m3fn",
-        "head_dim": 256,
-        "variant": (v.causal(), v.rope(256)),
+        "head_dim": 192,
+        "head_dim_vo": 128,
+        "variant": (v.causal(), v.rope(192)),
     },
     "own": {"variant": (v.causal(), own_maps())},
     "own 192/128": {"variant": (v.causal(), own_maps()), "head_dim": 192, "head_dim_vo": 128},

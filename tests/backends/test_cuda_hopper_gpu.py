@@ -98,11 +98,10 @@ REWRITTEN = {
     "e4m3": {"kv_dtype": "float8_e4m3fn"},
     "e5m2, float16": {"kv_dtype": "float8_e5m2", "q_dtype": "float16", "head_dim": 64, "head_dim_vo": 64},
     "e4m3 192/128": {"kv_dtype": "float8_e4m3fn", "head_dim": 192},
-    "e4m3 256": {"kv_dtype": "float8_e4m3fn", "head_dim": 256, "head_dim_vo": 256},
     "scales": {"kv_dtype": "float8_e4m3fn", "variant": (v.causal(), v.fp8_scales(k_scale=0.5, v_scale=2.0))},
     "rope": {"variant": (v.causal(), v.rope(128))},
     "rope of a part": {"variant": (v.causal(), v.rope(32, interleaved=True)), "head_dim_vo": 64},
-    "rope 256": {"variant": (v.causal(), v.rope(256)), "head_dim": 256, "head_dim_vo": 256},
+    "rope 192/128": {"variant": (v.causal(), v.rope(64)), "head_dim": 192},
     "rope e4m3": {"variant": (v.causal(), v.rope(64)), "kv_dtype": "float8_e4m3fn"},
     "own": {"variant": (v.causal(), own_maps())},
 }

@@ -37,9 +37,8 @@ __device__ __forceinline__ void widen_rows(unsigned tile, int row0, int lane) {
   constexpr int kSteps = 2;  // 8 rows or 16: their low bits are those of the lane and the step
   static_assert(kRows % (kPer * kSteps) == 0);
   const int c = lane % kLanes, sub = lane / kLanes;
-  // Numbers 16c ... of raw slab s become chunks 2c and 2c + 1 of slab 2s + c / 4; the lanes of odd slabs write theirs
-  // the other way round, so that no bank is met twice.
-  const bool swap = c >= 4;
+  // Numbers 16c ... of raw slab s become chunks 2c and 2c + 1 of slab 2s + c / 4. Lanes of two slabs meet in a bank: to
+  // exchange their words would cost more.
 #pragma unroll 1
   for (int i = 0; i < kRows; i += kPer * kSteps) {
     const unsigned rows = tile + (row0 + i + sub) * 128;
