@@ -39,7 +39,12 @@ CFFI_MODULES = [
 setup(
     ext_modules=[
         extension("attnrt._tensor_native", "attnrt/native/tensor.cpp", *glob.glob("attnrt/native/*.h")),
-        extension("attnrt._step_native", "attnrt/native/step.cpp", "scheduler/native/planner_abi.h"),
+        extension(
+            "attnrt._step_native",
+            "attnrt/native/step.cpp",
+            "scheduler/native/planner_abi.h",
+            "backends/cuda/native/first.h",
+        ),
         extension("attnrt._formats_native", "formats/native/index.cpp"),
     ],
     cffi_modules=CFFI_MODULES,

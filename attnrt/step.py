@@ -41,13 +41,13 @@ _Step: Any = None  # a checkout that has not been built, or not since: every ste
 with contextlib.suppress(ImportError):
     from attnrt import _step_native
 
-    if _step_native.REVISION == 1:
+    if _step_native.REVISION == 2:
         _Step = _step_native.Step
 
 __all__ = ["Stepper"]
 
 #: The struct Fixed of native/step.cpp.
-_FIXED = struct.Struct("<5Q24q3Qq3Q")
+_FIXED = struct.Struct("<5Q24q3Qq4Q4q")
 #: Bytes of a staging buffer at least: steps of a few hundred requests. What is larger than all before goes the long way once.
 _LEAST_STAGING = 1 << 18
 
@@ -158,7 +158,9 @@ class Stepper:
         self._stale, self._fits = False, template[3]
         return True
 
-    def _make(self, key: tuple[Any, ...], steady: tuple[bytes, int, int, bool], index: Any) -> bool:
+    def _make(
+        self, key: tuple[Any, ...], steady: tuple[bytes, int, int, bool, tuple[int, ...]], index: Any
+    ) -> bool:
         runtime = self._runtime
         tenant, last, spec = runtime.tenant, runtime.tenant.loaded, runtime.spec
         flags = index.features
@@ -178,7 +180,7 @@ class Stepper:
             return False
         planner, alive = found
         plan, take, *rest = planner
-        header, part_at, self._per_row, _fits = steady
+        header, part_at, self._per_row, _fits, first = steady
         limits, size = runtime.workspace.limits, tenant.layout
         ops: Any = runtime.ops  # of a kind that has step_calls
         bounds = [-1] * 5
@@ -197,6 +199,7 @@ class Stepper:
             *(buffer.ctypes.data for buffer in buffers),
             len(buffers[0]),
             *(event.handle for event in events),
+            *first,
         )
         self._native = _Step(fixed, header, BlockSparse, flags)
         self._key, self._traits, self._ring, self._alive = key, traits, staging, alive

@@ -16,12 +16,13 @@
 extern "C" {
 #include "../../scheduler/native/planner_abi.h"
 }
+#include "../../backends/cuda/native/first.h"
 
 namespace {
 
 constexpr int kRing = 3;
 constexpr int kItemWords = 14, kMergeWords = 5;  // WORK_FIELDS, MERGE_FIELDS
-constexpr int kPointers = 11, kCounts = 10;      // of PlanHeader, before its rulers
+constexpr int kPointers = 11, kCounts = 12;      // of PlanHeader, before its rulers
 constexpr int kHeaderMerges = 1, kHeaderBoxes = 5, kHeaderItems = 8;
 
 // Fields of a part, in the order of the index area (layout.PART_FIELDS).
@@ -64,12 +65,15 @@ struct Fixed {
   std::uint64_t staging[kRing];
   std::int64_t staging_bytes;
   std::uint64_t events[kRing];
+  std::uint64_t first;  // attnrt_cuda_first_items, or 0: the header has no room for what it writes
+  std::int64_t first_at, firsts_at, rulers_at, kv_tile;  // bytes from the header's start; keys
 };
 
 typedef int (*PlanFunction)(const attnrt_problem*, attnrt_counts*);
 typedef void (*TakeFunction)(std::int32_t*);
 typedef int (*SendFunction)(int, std::uint64_t, const void*, std::size_t, std::uint64_t, std::uint64_t);
 typedef int (*WaitFunction)(int, std::uint64_t);
+typedef decltype(&attnrt_cuda_first_items) FirstFunction;
 
 template <class F>
 F function(std::uint64_t address) {
@@ -242,6 +246,28 @@ Spans lay_out(const Fixed& f, const Job& job, const attnrt_counts& counts, std::
   return s;
 }
 
+// Each worker's first item behind a header whose rulers are there (backends/cuda/pack.py fill_first).
+void write_first(const Fixed& f, const Job& job, const attnrt_counts& counts, const std::int32_t* plan, char* header) {
+  attnrt_first_part_t part{};
+  part.request = job.ints(kRequest);
+  part.qo_pos = job.ints(kQoPos);
+  part.qo_index = job.ints(kQoIndex);
+  part.indptr = job.ints(kIndptr);
+  part.indices = job.ints(kIndices);
+  part.kv_pos = job.ints(kKvPos);
+  part.kv_offset = job.ints(kKvOffset);
+  part.block = static_cast<std::int32_t>(f.block);
+  part.heads = static_cast<std::int32_t>(f.heads);
+  part.listed = job.field(kKvBase) == nullptr;
+  part.positions = job.field(kBlockPos) != nullptr;
+  const std::int32_t* workers = plan + counts.items * kItemWords;
+  const std::int32_t count = function<FirstFunction>(f.first)(
+      plan, workers, static_cast<int>(f.own_workers), workers + f.workers + 1, static_cast<int>(counts.merges),
+      reinterpret_cast<const std::int32_t*>(header + f.rulers_at), static_cast<int>(f.kv_tile), &part,
+      reinterpret_cast<std::int32_t*>(header + f.first_at));
+  std::memcpy(header + f.firsts_at, &count, sizeof count);
+}
+
 void write(const Step& s, const Job& job, const Spans& at, const attnrt_counts& counts, const std::int32_t* plan,
            std::int64_t counters, bool resident, char* to) {
   const Fixed& f = s.fixed;
@@ -278,6 +304,7 @@ void write(const Step& s, const Job& job, const Spans& at, const attnrt_counts& 
   std::memcpy(header + f.part_at, fields, sizeof fields);
   const std::int32_t queries = static_cast<std::int32_t>(job.length(kRequest));
   std::memcpy(header + f.part_at + kPartQueries, &queries, 4);
+  if (f.first) write_first(f, job, counts, plan, header);
   for (int i = 0; !resident && i < kFields + 2; ++i)
     if (job.all[i]) std::memcpy(to + at.at[i], job.all[i]->buf, static_cast<std::size_t>(job.all[i]->len));
 }
@@ -440,6 +467,6 @@ PyMODINIT_FUNC PyInit__step_native() {
   if (!module || !type || PyModule_AddObjectRef(module, "Step", type) < 0) return nullptr;
   Py_DECREF(type);
   // Raised with every change of Fixed or of what lies where; attnrt/step.py knows the same number.
-  if (PyModule_AddIntConstant(module, "REVISION", 1) < 0) return nullptr;
+  if (PyModule_AddIntConstant(module, "REVISION", 2) < 0) return nullptr;
   return module;
 }

@@ -39,7 +39,8 @@ class CudaBackend:
     """
 
     name = "cuda"
-    header_nbytes = pack.HEADER.itemsize
+    header_nbytes = pack.FIRST_AT
+    header_nbytes_per_worker = pack.FIRST_ITEM_BYTES
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[AttentionSpec, int], CudaKernel] = {}

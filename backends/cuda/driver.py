@@ -46,6 +46,13 @@ def run_address() -> int:
 
 
 @lru_cache(maxsize=1)
+def first_items_address() -> int:
+    """Address of attnrt_cuda_first_items."""
+    ffi, lib = shim()
+    return int(ffi.cast("uintptr_t", ffi.addressof(lib, "attnrt_cuda_first_items")))
+
+
+@lru_cache(maxsize=1)
 def why_not() -> str | None:
     """Why the driver cannot be used here, in one line; None: it can."""
     try:

@@ -12,6 +12,8 @@ from attnrt.backends.cuda.render import (
     ATTEND,
     DECODE,
     DECODE_SMEM,
+    DECODE_THREADS,
+    DECODE_TOP,
     HOPPER,
     HOPPER_BOXES,
     HOPPER_BOXES_FOLD,
@@ -32,8 +34,8 @@ from attnrt.backends.cuda.select import (
     plan_decodes,
     plan_folds,
 )
+from attnrt.backends.cuda.tables import DECODE_GROUPS, WIDE
 from attnrt.backends.cuda.tables import HOPPER as TEAM
-from attnrt.backends.cuda.tables import WIDE
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
 from attnrt.errors import CaptureError, PlanError
@@ -61,7 +63,9 @@ _BY_BOXES, _BY_KEY = (HOPPER_BOXES, HOPPER_BOXES_FOLD), (HOPPER_GATHER, HOPPER_G
 
 
 class Module(Protocol):
-    """Loaded code of one text; both compilers' forms of it."""
+    """Loaded code of one text; both compilers' forms of it. ``groups``: of a CTA of its last kernel (``groups_of``)."""
+
+    groups: int
 
     def entry(self, name: str) -> Any:
         """attnrt_launch_t of a kernel, without its grid."""
@@ -77,6 +81,16 @@ def launch_record(device: int, name: str, kernel: int, smem: int, dependent: boo
     record.device, record.kernel, record.threads, record.smem = device, kernel, THREADS, smem
     record.pdl = dependent and driver.device_attribute(device, driver.MAJOR) >= 9
     return record
+
+
+def groups_of(device: int, name: str, smem: int) -> tuple[int, int]:
+    """(groups of a CTA, its dynamic shared memory) of a kernel whose text asks for ``smem`` bytes: the decode kernel asks for
+    each group, and has as many as the device holds."""
+    if name != DECODE:
+        return 1, smem
+    most = (driver.device_attribute(device, driver.SHARED_OPTIN) - DECODE_TOP) // smem
+    groups = max(1, min(DECODE_GROUPS, most))
+    return groups, groups * smem + DECODE_TOP
 
 
 def launch(entry: Any, grid: int, arguments: Any, stream: int) -> None:
@@ -95,7 +109,8 @@ class DriverModule:
         self.library = driver.Library(device, image)
         self._entries = {}
         for name in names:
-            smem = self.library.number(_SMEM[name]) if name in _SMEM else 0
+            asked = self.library.number(_SMEM[name]) if name in _SMEM else 0
+            self.groups, smem = groups_of(device, name, asked)
             self._entries[name] = launch_record(
                 device, name, self.library.kernel(name, smem), smem, dependent
             )
@@ -264,17 +279,17 @@ class CudaKernel:
         """How many counters the decode kernel wants for the rows that it merges itself: where it runs alone."""
         return merge_counters(plan) if self.needs(plan, limits) == (DECODE,) else 0
 
-    def steady(self, loaded: Loaded, limits: Limits | None) -> tuple[bytes, int, int, bool]:
+    def steady(self, loaded: Loaded, limits: Limits | None) -> tuple[bytes, int, int, bool, tuple[int, ...]]:
         """What a load of one part without a team's items needs beside its arrays, whatever its lengths: (a header, where its
         first part lies, counters for each merge row, whether runs of the loaded plan have the launches that its runs will
-        have)."""
+        have, what writes the workers' first items)."""
         plan = loaded.plan
         alone = self.needs_of(limits) == (DECODE,) if limits is not None else decode_queries(self.spec) > 0
         header = np.zeros(pack.HEADER.itemsize, np.uint8)
         self.pack_header(loaded, header)
         per_row = 1 if plan.parts[0].heads > 1 else self.spec.num_kv_heads
         fits = alone and len(plan.work) > 0 and self.needs(plan, limits) == (DECODE,)
-        return header.tobytes(), pack.AT_PARTS, per_row if alone else 0, fits
+        return header.tobytes(), pack.AT_PARTS, per_row if alone else 0, fits, pack.first_writer(loaded)
 
     def prepare(self, plan: Plan | None, limits: Limits | None) -> None:
         """Compile what a plan (None: any plan within the limits) needs, so that its runs do not."""
@@ -289,7 +304,7 @@ class CudaKernel:
     def grid(self, name: str, loaded: Loaded, num_qo_heads: int, box: int) -> tuple[int, int]:
         """(grid that serves every later plan within the limits, grid that this plan needs) of a kernel.
 
-        attend: one CTA per worker of the plan's traits. merge: the count is read on the device.
+        attend: one CTA, decode: one group of a CTA per worker of the plan's traits. merge: the count is read on the device.
         """
         plan = loaded.plan
         if name == MERGE:
@@ -301,6 +316,8 @@ class CudaKernel:
             return workers, workers if mine and pack.has_items(plan, TEAM) else 0
         crew = WIDE if name == ATTEND and self._workers(plan, WIDE) else None
         workers = self._workers(plan, crew)
+        if name == DECODE:
+            workers = -(-workers * DECODE_THREADS // self.programs.entry(DECODE).threads)
         return workers, workers if pack.has_items(plan, crew) or (name == DECODE and len(plan.merge)) else 0
 
     @staticmethod

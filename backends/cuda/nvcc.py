@@ -19,14 +19,15 @@ from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
 from attnrt.backends.cuda.kernel import launch_record
-from attnrt.backends.cuda.render import SMEM_BYTES, waits
+from attnrt.backends.cuda.render import DECODE, DECODE_TOP, SMEM_BYTES, waits
+from attnrt.backends.cuda.tables import DECODE_GROUPS
 from attnrt.config import config
 from attnrt.errors import CompileError
 
 __all__ = ["NvccBackend", "find_nvcc", "load"]
 
 _SURFACE = """
-int attnrt_kernel(int kernel, int device, unsigned long long* handle, int* smem);
+int attnrt_kernel(int kernel, int device, unsigned long long* handle, int* smem, int* groups);
 const char* attnrt_error(int code);
 """
 
@@ -57,21 +58,31 @@ def _version() -> str:
 
 def host_text(names: tuple[str, ...]) -> str:
     """The C surface of a library with these kernels: kernel i is names[i]."""
+    # The decode kernel's text asks for each group of a CTA (kernel.groups_of).
     cases = "\n".join(
-        f"    case {i}: function = reinterpret_cast<const void*>(&{name}); smem = {SMEM_BYTES.get(name, 0)}; break;"
+        f"    case {i}: function = reinterpret_cast<const void*>(&{name}); smem = {SMEM_BYTES.get(name, 0)}; "
+        f"group = {int(name == DECODE)}; break;"
         for i, name in enumerate(names)
     )
     return f"""
 // The driver's handle of a kernel on a device, and its dynamic shared memory; the caller's current device is put back.
-extern "C" int attnrt_kernel(int kernel, int device, unsigned long long* handle, int* smem_bytes) {{
+extern "C" int attnrt_kernel(int kernel, int device, unsigned long long* handle, int* smem_bytes, int* groups) {{
   const void* function = nullptr;
-  int smem = 0, before = 0;
+  int smem = 0, before = 0, group = 0;
   switch (kernel) {{
 {cases}
     default: return cudaErrorInvalidValue;
   }}
   cudaError_t code = cudaGetDevice(&before);
   if (code == cudaSuccess && before != device) code = cudaSetDevice(device);
+  *groups = 1;
+  if (code == cudaSuccess && group) {{
+    int most = 0;
+    code = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    const int fit = (most - {DECODE_TOP}) / smem;
+    *groups = fit < 1 ? 1 : fit > {DECODE_GROUPS} ? {DECODE_GROUPS} : fit;
+    smem = smem * *groups + {DECODE_TOP};
+  }}
   if (code == cudaSuccess && smem > 48 << 10) {{
     code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
   }}
@@ -98,11 +109,12 @@ class SharedModule:
         self.lib: Any = self.ffi.dlopen(str(path))
         self._entries = {}
         for i, name in enumerate(names):
-            handle, smem = self.ffi.new("unsigned long long *"), self.ffi.new("int *")
-            code = self.lib.attnrt_kernel(i, device, handle, smem)
+            handle, smem, groups = (self.ffi.new(kind) for kind in ("unsigned long long *", "int *", "int *"))
+            code = self.lib.attnrt_kernel(i, device, handle, smem, groups)
             if code:
                 text = self.ffi.string(self.lib.attnrt_error(code)).decode()
                 raise driver.CudaError(f"kernel {name}", "must load", f"error {code}: {text}")
+            self.groups = groups[0]
             self._entries[name] = launch_record(device, name, handle[0], smem[0], dependent)
 
     def entry(self, name: str) -> Any:

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import struct
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnrt.backends.cuda import boxes
+from attnrt.backends.cuda import boxes, driver
 from attnrt.backends.cuda.fastdiv import fast_div
 from attnrt.backends.cuda.tables import HOPPER, WIDE
 from attnrt.errors import LimitError, UnsupportedError
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Call, Loaded, PagedView, PartViews
+    from attnrt.formats.base import BlockSparse
     from attnrt.scheduler.base import NumericClass, Plan
+    from attnrt.tensor import TensorView
 
 __all__ = [
     "AT_PARTS",
+    "FIRST_AT",
+    "FIRST_ITEM_BYTES",
     "HEADER",
     "LAUNCH_RUN",
     "MAX_PARTS",
@@ -97,9 +101,11 @@ HEADER = np.dtype(
     [(name, "<u8") for name in HEADER_POINTERS]
     + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers")]
     + [(name, "<i4") for name in ("box_log2", "page_box_log2", "solid")]
-    + [("num_items", "<i4"), ("wide_workers", "<i4")]
+    + [("num_items", "<i4"), ("wide_workers", "<i4"), ("firsts", "<i4"), ("pad", "<i4")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
+#: Where each worker's FirstItem lies, from the header's start, and its size.
+FIRST_AT, FIRST_ITEM_BYTES = 2560, 128
 LAUNCH_RUN = np.dtype(
     [
         ("plan", "<u8"),
@@ -138,13 +144,13 @@ def layout_asserts() -> str:
 # The dtypes above say what lies where; packing goes through struct, which is an order of magnitude faster than records.
 _PAGED = struct.Struct("<QqqqqIIIi")
 _PART = struct.Struct(f"<{len(PART_POINTERS)}QIIIiii")
-_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q10i")
+_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q12i")
 _RULER = struct.Struct(f"<{2 * MAX_STEPS + 1}i")
 _RUN = struct.Struct("<QIIQqqQqqqqIIIiQqqqqIIIiQqqQqqfi")
 assert (_PAGED.size, _PART.size, _RULER.size, _RUN.size) == tuple(
     dtype.itemsize for dtype in (PAGED_KV, PART, RULER, LAUNCH_RUN)
 )
-_AT_RULERS, AT_PARTS = (int(HEADER.fields[name][1]) for name in ("rulers", "parts"))  # type: ignore[index]
+_AT_RULERS, AT_PARTS, _AT_FIRSTS = (int(HEADER.fields[name][1]) for name in ("rulers", "parts", "firsts"))  # type: ignore[index]
 
 
 _part_views = attrgetter(*PART_POINTERS)
@@ -160,6 +166,60 @@ def _ruler(klass: NumericClass) -> bytes:
     assert len(steps) <= MAX_STEPS, "RulerDesc has room for four runs of leaves"
     steps += [(0, 0)] * (MAX_STEPS - len(steps))
     return _RULER.pack(*(count for count, _ in steps), *(size for _, size in steps), klass.ruler.tail)
+
+
+_FIRST_ARRAYS = ("request", "qo_pos", "qo_index", "indptr", "indices", "kv_pos", "kv_offset")
+
+
+def _first_parts(parts: tuple[BlockSparse, ...]) -> tuple[Any, list[Any]]:
+    """attnrt_first_part_t of host parts, and what it points to."""
+    ffi, _ = driver.shim()
+    packed, held = ffi.new("attnrt_first_part_t[]", max(1, len(parts))), []
+    for to, part in zip(packed, parts, strict=False):
+        for name in _FIRST_ARRAYS:
+            array = getattr(part, name)
+            if array is not None and not (name == "indices" and part.features.bound_indices):
+                held.append(ffi.from_buffer("int32_t[]", array))
+                setattr(to, name, held[-1])
+        to.block, to.heads = part.block_size[1], part.heads
+        to.listed, to.positions = part.kv_base is None, part.block_pos is not None
+    return packed, held
+
+
+def has_first(plan: Plan, nbytes: int) -> bool:
+    """Whether the workers' first items fit behind a header with so many bytes."""
+    return nbytes >= FIRST_AT + FIRST_ITEM_BYTES * plan.traits.num_workers
+
+
+def first_writer(loaded: Loaded) -> tuple[int, ...]:
+    """What attnrt/native/step.cpp needs to write them: address of the function (0: no room), where it writes, where the header
+    has their count and the rulers, keys of a tile."""
+    header: TensorView = loaded.header  # type: ignore[assignment]
+    address = driver.first_items_address() if has_first(loaded.plan, header.shape[0]) else 0
+    return address, FIRST_AT, _AT_FIRSTS, _AT_RULERS, loaded.plan.traits.classes[0].kv_tile
+
+
+def fill_first(plan: Plan, target: np.ndarray) -> int:
+    """Write each worker's FirstItem behind a header whose rulers are there; how many (0: there is no room)."""
+    traits, work = plan.traits, plan.work
+    if not has_first(plan, len(target)):
+        return 0
+    ffi, lib = driver.shim()
+    memory = ffi.from_buffer("char[]", target, require_writable=True)
+    parts, held = _first_parts(plan.parts)
+    numbers = [ffi.from_buffer("int32_t[]", x) for x in (work.items, work.worker_indptr, plan.merge.rows)]
+    count = lib.attnrt_cuda_first_items(
+        *numbers[:2],
+        traits.num_workers,
+        numbers[2],
+        len(plan.merge),
+        ffi.cast("int32_t *", memory + _AT_RULERS),
+        traits.classes[0].kv_tile,
+        parts,
+        ffi.cast("int32_t *", memory + FIRST_AT),
+    )
+    del held
+    return int(count)
 
 
 def _part(part: PartViews) -> tuple[int, ...]:
@@ -188,7 +248,8 @@ def fill_header(
     Parameters
     ----------
     loaded : Loaded
-    target : uint8 [HEADER.itemsize], writable
+    target : uint8 [HEADER.itemsize or more], writable
+        Where there is room for them, the workers' first items follow (``fill_first``).
     rulers, parts : bytes, optional
         ``pack_rulers(loaded.plan.traits.classes)``, ``pack_parts(loaded.parts)``.
 
@@ -203,6 +264,10 @@ def fill_header(
     traits = plan.traits
     wide, team = traits.workers_of(WIDE), traits.workers_of(HOPPER)
     works = has_items(plan, HOPPER)
+    if rulers is None:
+        rulers = pack_rulers(plan.traits.classes)
+    buffer = target.data
+    buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
     counts = (
         traits.num_workers,
         len(plan.merge),
@@ -212,12 +277,10 @@ def fill_header(
         *((*boxes.of_plan(plan), boxes.is_solid(plan)) if works else (-1, -1, 0)),
         len(plan.work),
         wide[1] - wide[0],
+        fill_first(plan, target),
+        0,
     )
-    buffer = target.data
     _COUNTS.pack_into(buffer, 0, *loaded.addresses, loaded.counters[0], *counts)
-    if rulers is None:
-        rulers = pack_rulers(plan.traits.classes)
-    buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
     buffer[AT_PARTS : AT_PARTS + len(parts)] = parts
 
 
@@ -256,9 +319,11 @@ def paged_bytes(view: PagedView, itemsize: int) -> bytes:
 
 
 def plan_place(loaded: Loaded) -> tuple[int, int, int]:
-    """Address of a plan's header, bytes that belong to it before and behind."""
-    before, behind = (min(n, (1 << 32) - 1) for n in loaded.room)
-    return loaded.header.ptr, before, behind  # type: ignore[union-attr]
+    """Address of a plan's header, bytes that belong to it before that and behind PlanHeader."""
+    header: TensorView = loaded.header  # type: ignore[assignment]
+    before, behind = loaded.room
+    most = (1 << 32) - 1
+    return header.ptr, min(before, most), min(behind + header.shape[0] - HEADER.itemsize, most)
 
 
 def fill_run(call: Call, itemsize: int) -> bytes:

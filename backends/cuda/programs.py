@@ -54,6 +54,6 @@ class Programs:
                 found = self._modules.get(name)
                 if found is None:
                     found = self._load(render(self.spec, name), (name,))
-                    found.entry(name).threads = threads_of(self.spec, name)
+                    found.entry(name).threads = threads_of(self.spec, name) * found.groups
                     self._modules[name] = found
         return found.entry(name)

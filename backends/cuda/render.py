@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from attnrt.backends.cuda import pack
 from attnrt.backends.cuda.boxes import MAPS_BYTES
-from attnrt.backends.cuda.tables import DECODE_CTAS, TileConfig, hopper_config, tile_config
+from attnrt.backends.cuda.tables import TileConfig, hopper_config, tile_config
 from attnrt.variants import include_dir
 from attnrt.variants.rotary import turns_by_position
 
@@ -28,6 +28,8 @@ __all__ = [
     "ATTEND",
     "DECODE",
     "DECODE_SMEM",
+    "DECODE_THREADS",
+    "DECODE_TOP",
     "HOPPER",
     "HOPPER_BOXES",
     "HOPPER_BOXES_FOLD",
@@ -62,11 +64,13 @@ _HOPPER_BYTES = "attnrt::hopper_smem_bytes<attnrt::Config, attnrt::Variant>()"
 SMEM_BYTES = {
     ATTEND: "attnrt::Layout<attnrt::Config, attnrt::Variant>::kOffsetMeta"
     " + sizeof(attnrt::Meta<attnrt::Layout<attnrt::Config, attnrt::Variant>>)",
-    DECODE: "attnrt::DecodeShape::kOffsetMeta + sizeof(attnrt::DecodeMeta<attnrt::DecodeShape, attnrt::Variant>)",
+    DECODE: "attnrt::DecodeMemory<attnrt::Config, attnrt::Variant>::kGroupBytes",  # of each group of a CTA
     **dict.fromkeys(HOPPER, _HOPPER_BYTES),
 }
+#: And for all its groups together (DecodeMemory).
+DECODE_TOP = 512
 THREADS = 128
-#: The decode kernel has a warp more, which loads.
+#: A group of the decode kernel has a warp more, which loads.
 DECODE_THREADS = THREADS + 32
 #: CTAs of the merge kernel per multiprocessor: fixed, for a captured graph; four warps each take (row, head) pairs in turn.
 MERGE_CTAS = 4
@@ -137,7 +141,7 @@ extern "C" __device__ const int {SMEM} = {SMEM_BYTES[ATTEND]};
 extern "C" __global__ void __launch_bounds__({THREADS}, {config.ctas_per_sm})
 {ATTEND}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(128) char smem[];
-  attnrt::prefetch_plan(launch.run);
+  attnrt::prefetch_plan(launch.run, gridDim.x);
   attnrt::wait_for_predecessors();
   attnrt::release_dependents();
   attnrt::Attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem).run();
@@ -152,17 +156,12 @@ typedef DecodeLayout<Config, Variant> DecodeShape;
 }}
 extern "C" __device__ const int {DECODE_SMEM} = {SMEM_BYTES[DECODE]};
 
-#if __CUDA_ARCH__ >= 900
-#define ATTNRT_DECODE_CTAS {DECODE_CTAS}
-#else
-#define ATTNRT_DECODE_CTAS 2  // shared memory holds no more
-#endif
-extern "C" __global__ void __launch_bounds__({DECODE_THREADS}, ATTNRT_DECODE_CTAS)
+extern "C" __global__ void __launch_bounds__({DECODE_THREADS * config.groups}, 1)
 {DECODE}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char ring[];
   ATTNRT_MARK(0);
-  attnrt::prefetch_plan(launch.run);
-  attnrt::Decode<attnrt::Config, attnrt::Variant> decode(launch.run, launch.params, ring);
+  attnrt::prefetch_plan(launch.run, gridDim.x * (blockDim.x / attnrt::DecodeShape::kGroupThreads));
+  attnrt::DecodeGroups<attnrt::Config, attnrt::Variant> decode(launch.run, launch.params, ring);
   decode.prepare();
   attnrt::wait_for_predecessors();
   attnrt::release_dependents();
@@ -176,11 +175,11 @@ def _merge_text(config: TileConfig) -> str:
     return f"""
 extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
 {MERGE}(const __grid_constant__ attnrt::Launch launch) {{
-  attnrt::prefetch_plan(launch.run);
+  attnrt::prefetch_plan(launch.run, gridDim.x);
   ATTNRT_MARK(24);
   attnrt::wait_for_predecessors();
   ATTNRT_MARK(25);
-  attnrt::Merge<attnrt::Config, attnrt::Variant>(launch.run, launch.params).run();
+  attnrt::Merge<attnrt::Config, attnrt::Variant>(launch.run, *launch.run.plan, launch.params).run();
 }}
 """
 
@@ -195,7 +194,7 @@ extern "C" __device__ const int {HOPPER_SMEM} = {_HOPPER_BYTES};
 extern "C" __global__ void __launch_bounds__(attnrt::HopperLayout<attnrt::Config, attnrt::Variant>::kThreads, 1)
 {name}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char smem[];
-  attnrt::prefetch_plan(launch.run);
+  attnrt::prefetch_plan(launch.run, gridDim.x);
   attnrt::wait_for_predecessors();
   attnrt::release_dependents();
   if (attnrt::reads_boxes(launch.run, launch.maps) != {"true" if boxes else "false"}) return;
@@ -224,7 +223,7 @@ def entry_names(spec: AttentionSpec, hopper: bool = False) -> tuple[str, ...]:
 
 
 def threads_of(spec: AttentionSpec, name: str) -> int:
-    """Threads of a CTA of a kernel."""
+    """Threads of a CTA of a kernel; of the decode kernel, of one of its groups."""
     if name == DECODE:
         return DECODE_THREADS
     config = hopper_config(spec) if name in HOPPER else None

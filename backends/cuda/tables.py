@@ -60,6 +60,8 @@ class TileConfig:
         For the register budget (__launch_bounds__) and the grid.
     q_blocks : int
         8-row blocks per tile of the decode kernel; 0: it does not take the spec.
+    groups : int
+        Most groups of a CTA of the decode kernel.
     """
 
     q_type: str
@@ -74,6 +76,7 @@ class TileConfig:
     shared_kv: bool
     ctas_per_sm: int
     q_blocks: int
+    groups: int
 
     @property
     def rows(self) -> int:
@@ -103,11 +106,20 @@ def tile_config(spec: AttentionSpec) -> TileConfig:
         shared_kv=spec.shared_kv,
         ctas_per_sm=ctas,
         q_blocks=decode_blocks(spec),
+        groups=decode_groups(spec),
     )
 
 
-#: CTAs of the decode kernel per multiprocessor; each holds 48 KB of stages and 128 threads of 128 registers.
-DECODE_CTAS = 4
+#: Groups of the decode kernel per multiprocessor, each a worker with 48 KB of stages and 160 threads of 96 registers.
+DECODE_GROUPS = 4
+
+
+def decode_groups(spec: AttentionSpec) -> int:
+    """Groups of a CTA of the decode kernel, where shared memory holds so many: what 16 rows with hooks need beside the stages
+    leaves no room for the fourth."""
+    composed = spec.composed
+    hooks = composed.logits is not None or composed.mask is not None
+    return DECODE_GROUPS - (hooks and decode_blocks(spec) == 2)
 
 
 def decode_blocks(spec: AttentionSpec) -> int:
@@ -227,7 +239,7 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         )
     return Traits(
         name=f"cuda-sm{multiprocessors}",
-        num_workers=multiprocessors * (DECODE_CTAS if config.q_blocks else config.ctas_per_sm),
+        num_workers=multiprocessors * (decode_groups(spec) if config.q_blocks else config.ctas_per_sm),
         classes=classes,
         alpha=1.0,
         beta=1.0,

@@ -49,6 +49,10 @@ SHAPES = [
     Shape(name="bs16 kv1024", kv=(1024,) * 16),
     Shape(name="bs8 kv8192 8/1", kv=(8192,) * 8, heads=8, kv_heads=1),
     Shape(name="bs1 kv32768", kv=(32768,)),
+    Shape(name="bs1 kv42273 3/1", kv=(42273,), heads=3, kv_heads=1),
+    Shape(name="bs4 kv1355 8/2 page1", kv=(1355, 900, 1800, 1400), heads=8, kv_heads=2, page=1),
+    Shape(name="bs16 kv1024 32/4 page1", kv=(1024,) * 16, kv_heads=4, page=1),
+    Shape(name="bs16 kv4096", kv=(4096,) * 16),
     Shape(name="bs64 kv4096", kv=(4096,) * 64),
     Shape(name="bs64 kv4096 fp8", kv=(4096,) * 64, kv_dtype="float8_e4m3fn"),
 ]
@@ -128,6 +132,8 @@ def marks(library: Any, read: bool) -> np.ndarray | None:
 def show(found: np.ndarray) -> None:
     clocks, times = found[..., 0], found[..., 1]
     ran = clocks[:, 0] > 0
+    if not ran.any():
+        return
     begin = times[:, 0][ran].min()
     print(
         f"  {int(ran.sum())} CTAs, started over {times[:, 0][ran].max() - begin} ns; end of all {times[ran].max() - begin} ns"

@@ -267,8 +267,8 @@ def test_staging_grows_with_the_loads(fake):
     fake("""
 from attnrt import step
 step._LEAST_STAGING = 256
-attn = at.Attention(s, backend=cuda, limits=most)
-for requests, quick in ((2, False), (2, True), (40, False), (40, True), (2, True), (40, True)):
+attn = at.Attention(s, backend=cuda, limits=at.Limits(600, 600, 20000))
+for requests, quick in ((2, False), (2, True), (600, False), (600, True), (2, True), (600, True)):
     index = paged([1] * requests, [300] * requests)
     plan = attn.plan(index)
     assert (not attn._runtime.stepper._stale) == quick, requests

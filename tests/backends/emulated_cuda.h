@@ -89,7 +89,7 @@ static inline unsigned emu_mul_half2(unsigned a, unsigned b) {
 // ---------------------------------------------------------------- fibers
 
 namespace emu {
-constexpr int kThreads = 256, kStack = 256 << 10;
+constexpr int kThreads = 1024, kStack = 128 << 10;
 alignas(1024) static char shared[256 << 10];
 
 struct Copy {
@@ -184,7 +184,7 @@ static void body() {
 }
 
 static bool run_cta() {
-  stacks.resize(static_cast<size_t>(kThreads) * kStack);
+  stacks.resize(static_cast<size_t>(threads) * kStack);
   landings.clear();
   for (int i = 0; i < threads; ++i) {
     void** sp =

@@ -47,10 +47,15 @@ def emulated_text(spec: Any) -> str:
     entries = "\n".join(
         f'extern "C" int emulate_{name}(unsigned grid, const void* args, int early) {{\n'
         f"  return emu::launch([](const void* a) {{ {name}(*static_cast<const attnrt::Launch*>(a)); }}, grid, args, early, "
-        f"{render.threads_of(spec, name)});\n}}"
+        f"{threads_of(spec, name)});\n}}"
         for name in render.entry_names(spec)
     )
     return f"{(HERE / 'emulated_cuda.h').read_text().replace('#pragma once', '')}\n{text}\n{entries}\n"
+
+
+def threads_of(spec: Any, name: str) -> int:
+    """Threads of a CTA; the decode kernel has its groups."""
+    return render.threads_of(spec, name) * (tables.decode_groups(spec) if name == render.DECODE else 1)
 
 
 def build(text: str, flags: list[str] = FLAGS) -> ctypes.CDLL:
@@ -101,9 +106,9 @@ class EmulatedKernel:
     def attend(self, call: Any) -> None:
         plan = call.loaded.plan
         if pack.has_items(plan, None) or self._merges(plan):
-            self._launch(
-                render.DECODE if self._decodes(plan) else render.ATTEND, plan.traits.num_workers, call
-            )
+            name, workers = render.DECODE if self._decodes(plan) else render.ATTEND, plan.traits.num_workers
+            groups = tables.decode_groups(self.spec) if name == render.DECODE else 1
+            self._launch(name, -(-workers // groups), call)
         if pack.has_items(plan, tables.WIDE):
             first, end = plan.traits.workers_of(tables.WIDE)
             self._launch(render.ATTEND, end - first, call)
@@ -121,7 +126,8 @@ class EmulatedCuda:
     """The backend; traits are those of a GPU with few multiprocessors."""
 
     name = "emulated"
-    header_nbytes = pack.HEADER.itemsize
+    header_nbytes = pack.FIRST_AT
+    header_nbytes_per_worker = pack.FIRST_ITEM_BYTES
 
     def __init__(self, decode: bool | None = None, early: bool = False, multiprocessors: int = 2) -> None:
         self.decode, self.early, self.multiprocessors = decode, early, multiprocessors

@@ -18,7 +18,7 @@ from attnrt.backends.cuda.render import (
     threads_of,
     waits,
 )
-from attnrt.backends.cuda.tables import DECODE_CTAS, hopper_config, tile_config, traits_for
+from attnrt.backends.cuda.tables import decode_groups, hopper_config, tile_config, traits_for
 from attnrt.errors import CompileError
 from attnrt.variants import compose
 
@@ -81,10 +81,7 @@ def test_registers_and_spills(name, arch):
     assert found[MERGE].registers <= 128
     if DECODE in found:
         assert found[DECODE].stack <= 640  # of the pairwise fold, nothing in a loop over tiles
-        assert (
-            found[DECODE].registers * threads_of(s, DECODE) * (2 if arch == "sm_80" else DECODE_CTAS)
-            <= REGISTERS
-        )
+        assert found[DECODE].registers * threads_of(s, DECODE) * decode_groups(s) <= REGISTERS
     assert not nvrtc.warnings_of(logs), logs
 
 

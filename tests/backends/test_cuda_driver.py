@@ -104,7 +104,7 @@ def launched(index, size=16, attn=None):
     found = [tuple(line.split()[2:]) for line in trace() if line.startswith("launch")]
     return [(name.removeprefix("attnrt_"), int(grid)) for name, grid in found]
 boxes, gather, tile = ("hopper_boxes", 132), ("hopper_gather", 132), ("attend", 264)
-decode = ("decode", 528)
+decode = ("decode", 264)  # two groups to a CTA in the fake
 assert launched(paged((17, 40), (40, 70))) == [boxes]
 assert launched(paged((1, 40), (40, 70))) == [decode, boxes]
 assert launched(paged((5, 40), (40, 70))) == [tile, boxes]
@@ -183,7 +183,7 @@ for again in range(2):
     attn.run(q, kv, out=out, lse=lse, stream=9)
     lines = trace()  # everything that a later plan may need, and nothing that allocates, waits or copies
     assert [line.split()[2:] for line in lines] == [
-        ["attnrt_decode", "528"], ["attnrt_attend", "264"], ["attnrt_hopper_boxes_fold", "132"],
+        ["attnrt_decode", "264"], ["attnrt_attend", "264"], ["attnrt_hopper_boxes_fold", "132"],
         ["attnrt_hopper_gather_fold", "132"], ["attnrt_merge", "528"]
     ], lines
 with pytest.raises(at.CaptureError):

@@ -84,7 +84,9 @@ def test_what_struct_packs_is_what_the_dtypes_say():
     assert pack.aligned(view, 2) and not pack.aligned(
         SimpleNamespace(stride_page=0, stride_token=12, stride_head=8), 2
     )
-    loaded = SimpleNamespace(header=SimpleNamespace(ptr=11), room=(12, 1 << 40))
+    loaded = SimpleNamespace(
+        header=SimpleNamespace(ptr=11, shape=(pack.HEADER.itemsize,)), room=(12, 1 << 40)
+    )
     row = SimpleNamespace(ptr=22, strides=(33, 44, 1), shape=(5, 6, 7))
     lse = SimpleNamespace(ptr=55, strides=(66, 77))
     call = SimpleNamespace(loaded=loaded, q=row, k=view, v=view, out=row, lse=lse, sm_scale=0.5)

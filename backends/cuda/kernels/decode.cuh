@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decode kernel: few query rows against many keys, bound by the reading of K and V. Operands are swapped: S^T = K
 // Q^T and O^T = V^T P^T, keys (then columns of the output) on M, 8 or 16 query rows on N, so that nothing is multiplied
-// in vain; four CTAs share an SM and keep their whole ring of stages in flight (docs/performance.md, E2). Four warps of
-// a CTA compute, a fifth one loads (decode_loader.cuh); barriers in shared memory hand the stages back and forth.
+// in vain; the workers of an SM keep a whole ring of stages in flight (docs/performance.md, E2). A worker is a group of
+// four warps that compute and a fifth one that loads (decode_loader.cuh); barriers in shared memory hand the stages
+// back and forth. A CTA has several groups (decode_layout.cuh).
 //
 // A row has the bits that the tile kernel (attend.cuh) gives it: tiles of 64 keys, k-steps of 16 in the same order (an
 // element of mma.sync depends on its two vectors alone, whatever the roles: E1), the same exponentials, and sums of
@@ -38,7 +39,6 @@ class Decode {
   using L = DecodeLayout<Config, Variant>;
   using M = DecodeMeta<L, Variant>;
   using Rows = DecodeRows<L, Variant>;
-  using Loader = DecodeLoader<Config, Variant>;
   static constexpr int kN = L::kBlocks;
   static constexpr int kCT = L::kColTiles;
   static constexpr int kSteps = L::kDim / 16;
@@ -46,37 +46,77 @@ class Decode {
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
 
  public:
-  __device__ __forceinline__ Decode(const RunParams& p, const ParamRef* params, char* smem)
-      : p_(p), params_(params), smem_(smem), meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
+  using Memory = DecodeMemory<Config, Variant>;
+
+  __device__ __forceinline__ Decode(const RunParams& p, const ParamRef* params, const Memory& memory, int warp)
+      : p_(p),
+        params_(params),
+        smem_(memory.smem),
+        group_(memory.group_of(warp)),
+        own_(memory.own(group_)),
+        meta_(*reinterpret_cast<M*>(own_ + L::kOffsetMeta)) {
     lane_ = threadIdx.x % 32;
-    warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    warp_ = warp % L::kWarps;
     g_ = lane_ / 4;
     t_ = lane_ % 4;
   }
 
-  // What needs no memory that the kernel before may still write.
-  __device__ __forceinline__ void prepare() {
-    // The first touch of a pool is a walk of page tables; let it happen beside those of the plan.
-    if (threadIdx.x == 64 && p_.k.num_slots > 0) ptx::prefetch_l2(p_.k.ptr);
-    if (threadIdx.x == 96 && p_.k.num_slots > 0) ptx::prefetch_l2(p_.v.ptr);
-    if (threadIdx.x == L::kThreads) {
-#pragma unroll
-      for (int i = 0; i < L::kStages; ++i) {
-        ptx::mbar_init(ptx::smem_addr(&meta_.full[i]), Loader::kFullCount);
-        ptx::mbar_init(ptx::smem_addr(&meta_.empty[i]), L::kWarps * ptx::kWarpArrivals);
-      }
-#pragma unroll
-      for (int i = 0; i < L::kSets; ++i)
-        ptx::mbar_init(ptx::smem_addr(&meta_.spare[i]), L::kWarps * ptx::kWarpArrivals);
-    }
-    __syncthreads();
-  }
-
+  // Pass by pass, tile by tile, until the loading warp says that it was the last one.
   __device__ __forceinline__ void run() {
-    if (warp_ == L::kWarps) {
-      Loader(p_, params_, smem_, meta_).run();
-    } else {
-      compute();
+    stage_ = phase_ = table_ = set_ = 0;
+    [[maybe_unused]] int marked = -1;
+    ptx::mbar_wait(ptx::smem_addr(&meta_.full[0]), 0);  // the loading warp knows by then
+    ring_ = ptx::smem_addr(smem_) + meta_.ring;
+#pragma unroll 1
+    for (;;) {
+      int4 span = next_span();
+      if (span.z & kOver) return;
+      const Rows& rows = meta_.rows[set_];
+      int leaf = 0;
+      {
+        unsigned q[kKeepQ ? kSteps : 1][2];
+        if constexpr (kKeepQ) {
+#pragma unroll
+          for (int d = 0; d < kSteps; ++d) query_step(0, d, q[d]);
+        }
+        State state, total;
+        clear(total);
+        clear(state);
+#pragma unroll 1
+        for (;;) {
+          ATTNRT_MARK(8 + (marked += marked < 9));
+          float s[kN][4];
+          scores(q, s);
+          release();
+          keys(span, s, state);
+          ptx::mbar_wait(ptx::smem_addr(&meta_.full[stage_]), phase_);
+          sync();  // and P is written
+          accumulate(state);
+          release();
+          table_ = table_ + 1 == meta_.tiles ? 0 : table_ + 1;
+          if (span.z & kLastOfLeaf) {
+            close_leaf(state);
+            ATTNRT_MARK(18);
+            if (rows.fold) {
+              fold(total, state);
+            } else {
+              total = state;
+            }
+            const bool last = span.z & kLastOfPass;
+            if (rows.slot >= 0 && (!rows.fold || last)) store_state(rows, rows.fold ? 0 : leaf, total);
+            ++leaf;
+            if (last) break;
+            clear(state);
+          }
+          span = next_span();
+        }
+        if (rows.slot < 0) finish(rows, total);
+      }
+      ATTNRT_MARK(19);
+      if (rows.slot >= 0 && plan().counters) merge(rows, rows.fold ? 1 : leaf);
+      ATTNRT_MARK(20);
+      ptx::mbar_arrive_warp(ptx::smem_addr(&meta_.spare[set_]), lane_);
+      set_ = set_ + 1 == L::kSets ? 0 : set_ + 1;
     }
   }
 
@@ -85,6 +125,11 @@ class Decode {
     float m[kN][2], l[kN][2];
     float acc[kN][kCT][4];
   };
+
+  // The header's top, there once the first stage is full.
+  __device__ __forceinline__ const PlanHeader& plan() const {
+    return *reinterpret_cast<const PlanHeader*>(smem_ + meta_.top);
+  }
 
   __device__ __forceinline__ static void clear(State& s) {
 #pragma unroll
@@ -100,7 +145,7 @@ class Decode {
 
   // B operand of k-step d: Q of 8 rows. For fp8 the head dims of a step are taken in the order in which K's bytes come.
   __device__ __forceinline__ void query_step(int n, int d, unsigned (&b)[2]) const {
-    const char* row = smem_ + L::kOffsetQ + (set_ * L::kRows + 8 * n + g_) * L::kPitchQ + d * 32;
+    const char* row = own_ + L::kOffsetQ + (set_ * L::kRows + 8 * n + g_) * L::kPitchQ + d * 32;
     if constexpr (L::kFp8) {
       const uint2 x = *reinterpret_cast<const uint2*>(row + t_ * 8);
       b[0] = x.x;
@@ -111,76 +156,27 @@ class Decode {
     }
   }
 
-  // Tile by tile, pass by pass, until the loader says that it was the last one.
-  __device__ __forceinline__ void compute() {
-    stage_ = phase_ = table_ = set_ = 0;
-    unsigned q[kKeepQ ? kSteps : 1][2];
-    State state, total;
-    int leaf = 0;
-    bool fresh = true;
-    [[maybe_unused]] int marked = -1;
-#pragma unroll 1
-    for (;;) {
-      ptx::mbar_wait(ptx::smem_addr(&meta_.full[stage_]), phase_);
-      const int4 span = meta_.span[table_];
-      ATTNRT_MARK(8 + (marked += marked < 9));
-      if (span.z & kOver) return;
-      if (fresh) {
-        if constexpr (kKeepQ) {
-#pragma unroll
-          for (int d = 0; d < kSteps; ++d) query_step(0, d, q[d]);
-        }
-        clear(total);
-        clear(state);
-        leaf = 0;
-        fresh = false;
-      }
-      float s[kN][4];
-      scores(q, s);
-      release();
-      keys(span, s, state);
-      ptx::mbar_wait(ptx::smem_addr(&meta_.full[stage_]), phase_);
-      sync();  // and P is written
-      accumulate(state);
-      release();
-      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
-      if (!(span.z & kLastOfLeaf)) continue;
-      close_leaf(state);
-      ATTNRT_MARK(18);
-      const Rows& rows = meta_.rows[set_];
-      if (rows.fold) {
-        fold(total, state);
-      } else {
-        total = state;
-      }
-      clear(state);
-      fresh = span.z & kLastOfPass;
-      if (rows.slot >= 0 && (!rows.fold || fresh)) store_state(rows, rows.fold ? 0 : leaf, total);
-      ATTNRT_MARK(19);
-      ++leaf;
-      if (!fresh) continue;
-      if (rows.slot < 0) {
-        finish(rows, total);
-      } else if (p_.plan->counters) {
-        merge(rows, rows.fold ? 1 : leaf);
-      }
-      ATTNRT_MARK(20);
-      ptx::mbar_arrive_warp(ptx::smem_addr(&meta_.spare[set_]), lane_);
-      set_ = set_ + 1 == L::kSets ? 0 : set_ + 1;
-    }
+  __device__ __forceinline__ const DecodeTile<L>& table() const {
+    return reinterpret_cast<const DecodeTile<L>*>(smem_ + meta_.first_tile)[table_];
+  }
+
+  // The tile at hand, once its K is there.
+  __device__ __forceinline__ int4 next_span() const {
+    ptx::mbar_wait(ptx::smem_addr(&meta_.full[stage_]), phase_);
+    return table().span;
   }
 
   // This warp has read the stage.
   __device__ __forceinline__ void release() {
     ptx::mbar_arrive_warp(ptx::smem_addr(&meta_.empty[stage_]), lane_);
-    if (++stage_ == L::kStages) {
+    if (++stage_ == meta_.stages) {
       stage_ = 0;
       phase_ ^= 1;
     }
   }
 
   // Of the warps that compute.
-  __device__ __forceinline__ static void sync() { ptx::bar_sync(1, L::kThreads); }
+  __device__ __forceinline__ void sync() const { ptx::bar_sync(1 + group_, L::kThreads); }
 
   // Logits and softmax of the tile: P for all, l and acc under the new maximum.
   __device__ __forceinline__ void keys(const int4& span, float (&s)[kN][4], State& state) const {
@@ -202,11 +198,12 @@ class Decode {
   __device__ __forceinline__ void scores(const unsigned (&q)[kQ][2], float (&s)[kN][4]) const {
 #pragma unroll
     for (int n = 0; n < kN; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-    const unsigned stage = ptx::smem_addr(smem_) + stage_ * L::kStageBytes;
+    const unsigned stage = ring_ + stage_ * L::kStageBytes;
     const int row = warp_ * 16 + lane_ % 16;
     const unsigned base = stage + swizzled<L::kRowBytes>(row, lane_ / 16);  // a later chunk is one XOR away
     constexpr int kLoads = L::kFp8 ? kSteps / 2 : kSteps;
-#pragma unroll
+    constexpr int kAtOnce = kN == 1 ? kLoads : 4;
+#pragma unroll kAtOnce
     for (int i = 0; i < kLoads; ++i) {
       unsigned k[4];
       ptx::ldmatrix_x4(k, L::kRowBytes == 64 ? base ^ (i << 5) : (base ^ (i % 4 << 5)) + i / 4 * (64 * 128));
@@ -267,8 +264,8 @@ class Decode {
         for (int half = 0; half < 2; ++half) {
           float& x = s[n][2 * half + c];
           if constexpr (Variant::has_logits) {
-            ctx.kv_pos = span.z & kDense ? span.x + key_of(half) : meta_.pos[table_][key_of(half)];
-            ctx.kv_slot = meta_.slot[table_][key_of(half)];
+            ctx.kv_pos = span.z & kDense ? span.x + key_of(half) : table().pos[key_of(half)];
+            ctx.kv_slot = table().slot[key_of(half)];
           }
           x = Variant::logits(params_, row, ctx, x * scale);
           if constexpr (Variant::has_logits && Variant::use_softmax) x *= kLog2e;
@@ -300,11 +297,11 @@ class Decode {
   template <class Row>
   __device__ __forceinline__ bool seen(const Rows& rows, const unsigned char* mask, int r, const Row& row, Ctx& c,
                                        int key, const int4& span) const {
-    const int tile = span.w, pos = span.z & kDense ? span.x + key : meta_.pos[table_][key];
+    const int tile = span.w, pos = span.z & kDense ? span.x + key : table().pos[key];
     bool yes = pos != kDeadKey && pos >= rows.low[r] && pos <= rows.high[r] && tile + key < rows.limit[r];
     if constexpr (!Variant::mask_is_interval) {
       c.kv_pos = pos;
-      c.kv_slot = meta_.slot[table_][key];
+      c.kv_slot = table().slot[key];
       yes = yes && Variant::mask(params_, row, c);
     }
     if constexpr (Variant::reads_index_mask) {
@@ -366,7 +363,7 @@ class Decode {
   __device__ __forceinline__ void store_weights(const float (&s)[kN][4]) const {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      char* to = smem_ + L::kOffsetP + n * (L::kTile * 16) + key_of(0) * 16 + t_ * 4;
+      char* to = own_ + L::kOffsetP + n * (L::kTile * 16) + key_of(0) * 16 + t_ * 4;
       *reinterpret_cast<unsigned*>(to) = ptx::pack2<kH>(s[n][0], s[n][1]);
       *reinterpret_cast<unsigned*>(to + 128) = ptx::pack2<kH>(s[n][2], s[n][3]);
     }
@@ -374,15 +371,16 @@ class Decode {
 
   // O^T += V^T P^T over this warp's columns and all keys of the tile.
   __device__ __forceinline__ void accumulate(State& state) const {
-    const unsigned weights = ptx::smem_addr(smem_ + L::kOffsetP) + lane_ * 16;
-    const unsigned stage = ptx::smem_addr(smem_) + stage_ * L::kStageBytes;
+    const unsigned weights = ptx::smem_addr(own_ + L::kOffsetP) + lane_ * 16;
+    const unsigned stage = ring_ + stage_ * L::kStageBytes;
     // 16-bit: matrices (keys 0-7, columns 0-7), (keys 0-7, columns 8-15), then keys 8-15. fp8: a matrix has 16 columns,
     // so keys 0-7 and 8-15, of one or two column tiles.
     const int key = L::kFp8 ? lane_ % 16 : lane_ % 8 + lane_ / 16 * 8;
     const int chunk = L::kFp8 ? warp_ * kCT + (kCT == 2 ? lane_ / 16 : 0) : warp_ * 2 * kCT + lane_ / 8 % 2;
     const unsigned base = stage + swizzled<L::kRowBytes>(key, chunk);
     constexpr int kStep = L::kRowBytes == 64 ? 1024 : 2048;  // bytes from 16 keys to the next
-#pragma unroll
+    constexpr int kTwos = kN == 1 ? L::kTile / 32 : 1;       // 16 rows have no registers for more
+#pragma unroll kTwos
     for (int two = 0; two < L::kTile / 32; ++two) {
       unsigned p[kN][4];
 #pragma unroll
@@ -502,8 +500,8 @@ class Decode {
       if (query >= rows.queries) continue;
       const long long at =
           (static_cast<long long>(rows.slot) + leaf * rows.queries + query) * p_.num_qo_heads + rows.qo_head[r];
-      if (warp_ == 0 && g_ == 0) reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(s.m[0][0], s.l[0][0]);
-      float* to = p_.plan->partial_acc + at * L::kDim;
+      if (warp_ == 0 && g_ == 0) reinterpret_cast<float2*>(plan().partial_ml)[at] = make_float2(s.m[0][0], s.l[0][0]);
+      float* to = plan().partial_acc + at * L::kDim;
 #pragma unroll
       for (int j = 0; j < kCT; ++j) {
         if constexpr (L::kFp8) {
@@ -520,28 +518,32 @@ class Decode {
   // state is counted, and who counts the last one folds them in their order.
   __device__ __forceinline__ void merge(const Rows& rows, int states) const {
     sync();
-    if (threadIdx.x < L::kRows) {
-      const int r = threadIdx.x;
+    if (warp_ == 0) {
+      const int r = lane_;
       bool last = false;
-      if (rows.counter[r] >= 0) {
+      if (r < L::kRows && rows.counter[r] >= 0) {
         const int heads = min(Config::group - (rows.first + r) % Config::group, L::kRows - r);
         const unsigned all = (rows.merge_end[r] - rows.merge_begin[r]) * Config::group, mine = states * heads;
-        unsigned* const counter = p_.plan->counters + rows.counter[r];
+        unsigned* const counter = plan().counters + rows.counter[r];
         last = ptx::count_up(counter, mine) + mine == all;
         if (last) *counter = 0;
       }
-      meta_.last[r] = last;
+      const unsigned found = __ballot_sync(0xffffffffu, last);
+      if (r == 0) meta_.last = found;
     }
     sync();
-    const Merge<Config, Variant, L::kMergeBatch> merge(p_, params_);
+    const unsigned last = meta_.last;
+    if (!last) return;
+    const Merge<Config, Variant, L::kMergeBatch> merge(p_, plan(), params_, rows.slots);
 #pragma unroll 1
     for (int r = 0; r < L::kRows; ++r) {
-      if (!meta_.last[r]) continue;
+      if (!(last >> r & 1)) continue;
 #pragma unroll 1
       for (int head = rows.head * Config::group + warp_; head < (rows.head + 1) * Config::group; head += L::kWarps) {
+        const auto state = merge.states(rows.merge_begin[r], rows.merge_end[r], head);
         Ctx c = row_ctx<Config, Variant>(p_, rows, r, rows.head);
         c.qo_head = head;
-        merge.finish(c, merge.states(rows.merge_begin[r], rows.merge_end[r], head));
+        merge.finish(c, state);
       }
     }
   }
@@ -569,9 +571,58 @@ class Decode {
   const RunParams& p_;
   const ParamRef* params_;
   char* smem_;
+  int group_;
+  char* own_;  // the group's own memory
   M& meta_;
   int lane_, warp_, g_, t_;
+  unsigned ring_;                    // address of the group's first stage
   int stage_, phase_, table_, set_;  // at hand
+};
+
+// A CTA: groups of warps that compute, then a warp for each group that loads.
+template <class Config, class Variant>
+class DecodeGroups {
+  using L = DecodeLayout<Config, Variant>;
+  using M = DecodeMeta<L, Variant>;
+  using Loader = DecodeLoader<Config, Variant>;
+
+ public:
+  __device__ __forceinline__ DecodeGroups(const RunParams& p, const ParamRef* params, char* smem)
+      : p_(p),
+        params_(params),
+        memory_{smem, static_cast<int>(blockDim.x) / L::kGroupThreads},
+        warp_(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0)) {}
+
+  // What needs no memory that the kernel before may still write.
+  __device__ __forceinline__ void prepare() {
+    // The first touch of a pool is a walk of page tables; let it happen beside those of the plan.
+    if (threadIdx.x == 64 && p_.k.num_slots > 0) ptx::prefetch_l2(p_.k.ptr);
+    if (threadIdx.x == 96 && p_.k.num_slots > 0) ptx::prefetch_l2(p_.v.ptr);
+    if (memory_.loads(warp_)) {
+      const int lane = threadIdx.x % 32;
+      M& meta = *reinterpret_cast<M*>(memory_.own(memory_.group_of(warp_)) + L::kOffsetMeta);
+      for (int i = lane; i < L::kMostStages; i += 32) {
+        ptx::mbar_init(ptx::smem_addr(&meta.full[i]), Loader::kFullCount);
+        ptx::mbar_init(ptx::smem_addr(&meta.empty[i]), L::kWarps * ptx::kWarpArrivals);
+      }
+      if (lane < L::kSets) ptx::mbar_init(ptx::smem_addr(&meta.spare[lane]), L::kWarps * ptx::kWarpArrivals);
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void run() {
+    if (memory_.loads(warp_)) {
+      Loader(p_, params_, memory_, memory_.group_of(warp_)).run();
+    } else {
+      Decode<Config, Variant>(p_, params_, memory_, warp_).run();
+    }
+  }
+
+ private:
+  const RunParams& p_;
+  const ParamRef* params_;
+  const DecodeMemory<Config, Variant> memory_;
+  int warp_;
 };
 
 }  // namespace attnrt

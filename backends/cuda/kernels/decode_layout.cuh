@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory of the decode kernel: a ring of stages, each the K or the V of one tile, then P, Q, and the tables that
-// the loading warp writes for the computing ones.
+// Shared memory of the decode kernel. A CTA is several groups of four warps that compute and one that loads; each group
+// is a worker of the plan. They share a ring of stages, each the K or the V of one tile; a group has its own P, Q and
+// tables that its loading warp writes for the computing ones.
 //
-// Four CTAs share an SM, so a CTA has 56 KB: 48 KB of stages, all in flight, is what hides the latency of HBM
-// (measured: 64 KB per SM reach 97 % of its rate, 192 KB leave room for four tiles of compute). Stages are swizzled
-// instead of padded, since every byte counts.
+// An SM has one CTA of four groups (fewer where shared memory is smaller: the launch decides). Where all groups have
+// work each has 48 KB of the ring in flight, which is what hides the latency of HBM (measured: 64 KB per SM reach 97 %
+// of its rate, 192 KB leave room for four tiles of compute). Where fewer have, those share all of it. Stages are
+// swizzled instead of padded, since every byte counts.
 #pragma once
+#include "cursor.cuh"
 #include "layout.cuh"
 
 namespace attnrt {
@@ -14,6 +17,8 @@ template <class Config, class Variant>
 struct DecodeLayout {
   static constexpr int kWarps = 4;  // that compute; one more loads
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kGroupThreads = kThreads + 32;
+  static constexpr int kMostGroups = 4;
   static constexpr int kTile = 64;
   static constexpr int kWarpKeys = kTile / kWarps;
   static constexpr int kBlocks = Config::q_blocks;  // of 8 query rows
@@ -28,14 +33,17 @@ struct DecodeLayout {
 
   static constexpr int kRowBytes = kDim * kBytes<Config::kv_type>;
   static constexpr int kStageBytes = kTile * kRowBytes;
-  static constexpr int kStages = 49152 / kStageBytes < 6 ? 49152 / kStageBytes : 6;
-  static constexpr int kTiles = kStages / 2 + 1;  // tiles with a key in the ring or in use
+  static constexpr int kStages = 49152 / kStageBytes < 6 ? 49152 / kStageBytes : 6;  // of each group
+  static constexpr int kMostStages = kMostGroups * kStages;
+  static constexpr int kTiles = kStages / 2 + 1;  // tiles with a key in so many stages or in use
 
   static constexpr bool kHooks = Variant::has_logits || !Variant::mask_is_interval;
   static constexpr int kSets = kBlocks == 1 && !kHooks ? 2 : 1;  // of Q and its tables: the next pass is laid out early
-  static constexpr int kMergeBatch = kBlocks == 1 ? 8 : 4;
+  static constexpr int kSlots = kBlocks == 1 ? 64 : 16;
+  static constexpr int kMergeBatch = kBlocks == 1 ? 8 : 2;
   static constexpr int kPitchQ = kDim * 2 + 16;
-  static constexpr int kOffsetP = kStages * kStageBytes;
+  // In a group's own memory.
+  static constexpr int kOffsetP = 0;
   static constexpr int kOffsetQ = kOffsetP + kBlocks * kTile * 16;
   static constexpr int kOffsetMeta = kOffsetQ + kSets * kRows * kPitchQ;
 };
@@ -48,7 +56,7 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return chunk / 8 * (64 * 128) + row * 128 + ((chunk % 8 ^ (row & 7)) << 4);
 }
 
-// What DecodeMeta::span says of a tile. kDense: its positions rise by one from key to key, and no table says more (but
+// What DecodeTile::span says. kDense: its positions rise by one from key to key, and no table says more (but
 // for hooks). kOver: there is none, nor any after it.
 constexpr int kAllLive = 1, kLastOfLeaf = 2, kLastOfPass = 4, kOver = 8, kDense = 16;
 
@@ -69,22 +77,85 @@ struct DecodeRows {
   int low_max, high_min, limit_min, any_mask;
   int head, first, part;    // of the item; row at which the pass starts
   int slot, queries, fold;  // WorkItem
+  const int* slots;         // of the merge list, or a copy of a piece of it, by place in the list
   // Of the first row of each query (others: -1): the counter of its states, and their range in the merge list.
   int counter[kRows], merge_begin[kRows], merge_end[kRows];
 };
 
+// The beginning of PlanHeader, up to and with its first part, word by word.
+constexpr int kTopOfPlan = 512;  // bytes that it may have
+struct alignas(16) TopOfPlan {
+  static constexpr int kWords = (sizeof(PlanHeader) - (kMaxParts - 1) * sizeof(PartDesc)) / 4;
+  int words[kWords];
+};
+static_assert(sizeof(TopOfPlan) <= kTopOfPlan, "what the host adds to the groups' memory");
+
+// Keys of a tile.
+template <class L>
+struct alignas(16) DecodeTile {
+  int4 span;  // least and largest position of the live keys, flags, offset of the tile
+  int pos[L::kTile];
+  int slot[L::kHooks ? L::kTile : 4];
+};
+
 template <class L, class Variant>
 struct DecodeMeta {
-  unsigned long long full[L::kStages], empty[L::kStages];  // barriers
-  unsigned long long spare[L::kSets];                      // the set's rows are done with
-  WorkItem item;                                           // at hand in the loading warp
-  int4 span[L::kTiles];  // least and largest position of the live keys, flags, offset of the tile
+  unsigned long long full[L::kMostStages], empty[L::kMostStages];  // barriers
+  unsigned long long spare[L::kSets];                              // the set's rows are done with
+  FirstItem first;       // of the worker; its item is overwritten by later ones
+  KvList list;           // at hand in the loading warp
+  int live_end;          // keys of the item that any of its rows has
+  int stages, tiles;     // stages of the ring that are this group's, and tables of tiles
+  int ring, first_tile;  // where they begin: bytes into shared memory
+  int top;               // and where TopOfPlan lies
   DecodeRows<L, Variant> rows[L::kSets];
   float reduce[L::kWarps][L::kRows];  // maxima
   float sums[L::kWarps][L::kRows];
-  int last[L::kRows];  // the query that begins with this row has all its states
-  int pos[L::kTiles][L::kTile];
-  int slot[L::kHooks ? L::kTiles : 1][L::kHooks ? L::kTile : 1];
+  int slots[L::kSlots];  // of the first item's states in the merge list, where they are so few
+  unsigned last;         // bit r: the query that begins with row r has all its states
+};
+
+// Where everything lies: the ring, each group's own memory, the tables of tiles, the top of the plan's header.
+template <class Config, class Variant>
+struct DecodeMemory {
+  using L = DecodeLayout<Config, Variant>;
+  using M = DecodeMeta<L, Variant>;
+  using Tile = DecodeTile<L>;
+  static constexpr int kOwn = round_up(L::kOffsetMeta + static_cast<int>(sizeof(M)), 16);
+  static constexpr int kRing = L::kStages * L::kStageBytes;
+  static constexpr int kTileBytes = static_cast<int>(sizeof(Tile));
+  // Dynamic shared memory: so much for each group of a CTA, and kTopOfPlan.
+  static constexpr int kGroupBytes = kRing + kOwn + L::kTiles * kTileBytes;
+
+  char* smem;
+  int groups;  // of the CTA
+
+  // Warps that compute, four for each group, come first.
+  __device__ __forceinline__ bool loads(int warp) const { return warp >= groups * L::kWarps; }
+  __device__ __forceinline__ int group_of(int warp) const {
+    return loads(warp) ? warp - groups * L::kWarps : warp / L::kWarps;
+  }
+  __device__ __forceinline__ char* own(int group) const { return smem + groups * kRing + group * kOwn; }
+  __device__ __forceinline__ TopOfPlan& top() const {
+    return *reinterpret_cast<TopOfPlan*>(smem + groups * kGroupBytes);
+  }
+  __device__ __forceinline__ const PlanHeader& plan() const { return reinterpret_cast<const PlanHeader&>(top()); }
+  __device__ __forceinline__ Tile* tiles(const M& meta) const {
+    return reinterpret_cast<Tile*>(smem + meta.first_tile);
+  }
+
+  // What of the ring is the group's: it is shared by those groups of the CTA that have work.
+  __device__ __forceinline__ void share(M& meta, int group, int workers) const {
+    const int grid = static_cast<int>(gridDim.x), busy = max(1, min(groups, (workers + grid - 1) / grid));
+    const int tables = groups * L::kTiles / busy, stages = min(groups * L::kStages / busy, 2 * tables - 1);
+    meta.stages = stages;
+    meta.top = groups * kGroupBytes;
+    meta.tiles = stages / 2 + 1;
+    meta.ring = group * stages * L::kStageBytes;
+    // A group without work has nothing of both; what it says to its own warps lies where P would.
+    const int place = groups * (kRing + kOwn) + group * meta.tiles * kTileBytes;
+    meta.first_tile = group < busy ? place : static_cast<int>(own(group) + L::kOffsetP - smem);
+  }
 };
 
 }  // namespace attnrt

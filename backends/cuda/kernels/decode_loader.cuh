@@ -4,7 +4,8 @@
 // and Q. All that it waits for (items, lists, block ids, rows) is hidden behind the stages that are on their way, and
 // none of its instructions stand in the way of those that compute.
 //
-// A lane finds the slots of two keys, l and l + 32, or the addresses of one run of 16, one tile ahead; all lanes copy.
+// A lane finds the slots of two keys, l and l + 32, one tile ahead, or the address of one run of 16 tokens for eight
+// tiles; all lanes copy.
 #pragma once
 #include "cursor.cuh"
 #include "decode_layout.cuh"
@@ -18,6 +19,7 @@ template <class Config, class Variant>
 class DecodeLoader {
   using L = DecodeLayout<Config, Variant>;
   using M = DecodeMeta<L, Variant>;
+  using Memory = DecodeMemory<Config, Variant>;
   static constexpr int kChunks = L::kRowBytes / 16;
   static constexpr int kRowsAtOnce = 32 / kChunks;
 
@@ -25,53 +27,73 @@ class DecodeLoader {
   // Arrivals that fill a stage: every lane's copies, and the tables.
   static constexpr int kFullCount = 32 + ptx::kWarpArrivals;
 
-  __device__ __forceinline__ DecodeLoader(const RunParams& p, const ParamRef* params, char* smem, M& meta)
-      : p_(p), params_(params), smem_(smem), meta_(meta), lane_(threadIdx.x % 32), item_(meta.item) {
+  __device__ __forceinline__ DecodeLoader(const RunParams& p, const ParamRef* params, const Memory& memory, int group)
+      : p_(p),
+        params_(params),
+        memory_(memory),
+        own_(memory.own(group)),
+        meta_(*reinterpret_cast<M*>(own_ + L::kOffsetMeta)),
+        group_(group),
+        lane_(threadIdx.x % 32),
+        item_(meta_.first.item),
+        plan_(memory.plan()),
+        list_(meta_.list) {
     stage_ = table_ = set_ = 0;
     phase_ = spare_phase_ = 1;
-    const unsigned long long strides = p.q_stride_row | p.q_stride_head;
-    q_vectors_ = !((reinterpret_cast<unsigned long long>(p.q) | strides * 2) & 15);
   }
 
   __device__ __forceinline__ void run() {
-    const PlanHeader& plan = *p_.plan;
-    int next = 0, end = 0;
-    constexpr int kFields = sizeof(WorkItem) / sizeof(int);
-    int field = 0,
-        guess = blockIdx.x;  // where no worker has two items, number b is worker b's: read it beside its number
-    if (blockIdx.x < plan.num_workers) {
-      if (lane_ < kFields && guess < plan.num_items) field = reinterpret_cast<const int*>(plan.work + guess)[lane_];
-      next = plan.worker_indptr[blockIdx.x];
-      end = plan.worker_indptr[blockIdx.x + 1];
+    const PlanHeader& plan = plan_;
+    const int worker = group_ * gridDim.x + blockIdx.x;
+    read_top(worker);
+    if (lane_ == 0) memory_.share(meta_, group_, plan.firsts ? plan.firsts : plan.num_workers);
+    __syncwarp();
+    ring_ = ptx::smem_addr(memory_.smem) + meta_.ring;
+    stages_ = meta_.stages;
+    ATTNRT_MARK(2);
+    flags_ = is_near(p_.k, p_.num_qo_heads) && is_near(p_.v, p_.num_qo_heads) ? kNear : 0;
+    // Which items come is kept in shared memory: the lanes' registers are wanted for copies.
+    if (worker < plan.firsts && meta_.first.flags & kFirstItem) {
+      flags_ |= kGiven;
+    } else if (plan.firsts == 0 && worker < plan.num_workers) {
+      if (lane_ < 2) (&meta_.first.next)[lane_] = plan.worker_indptr[worker + lane_];
+    } else if (lane_ == 0) {
+      meta_.first.next = meta_.first.end = 0;
     }
+    __syncwarp();
 #pragma unroll 1
-    for (; next < end; ++next) {
-      ATTNRT_MARK(2);
-      if (lane_ < kFields) {
-        if (next != guess) field = reinterpret_cast<const int*>(plan.work + next)[lane_];
-        reinterpret_cast<int*>(&meta_.item)[lane_] = field;
+    for (;; flags_ &= ~kGiven) {
+      const WorkItem* const next = plan.work + meta_.first.next;
+      if (!(flags_ & kGiven)) {
+        if (meta_.first.next >= meta_.first.end) break;
+        __syncwarp();
+        constexpr int kFields = sizeof(WorkItem) / sizeof(int);
+        if (lane_ < kFields)
+          reinterpret_cast<int*>(&meta_.first.item)[lane_] = reinterpret_cast<const int*>(next)[lane_];
+        if (lane_ == 0) ++meta_.first.next;
+        __syncwarp();
       }
-      guess = -1;
-      __syncwarp();
-      part_ = plan.parts + item_.part;
-      if (next + 1 < end) prefetch_l2(plan.work + next + 1);
-      prefetch_l2(part_->request + item_.q_begin);
-      prefetch_l2(part_->qo_pos + item_.q_begin);
-      if (part_->qo_index) prefetch_l2(part_->qo_index + item_.q_begin);
+      part_ = item_.part == 0 ? plan.parts : p_.plan->parts + item_.part;
+      if (!(flags_ & kGiven)) {
+        prefetch_l2(next + 1);
+        prefetch_l2(part_->request + item_.q_begin);
+        prefetch_l2(part_->qo_pos + item_.q_begin);
+        if (part_->qo_index) prefetch_l2(part_->qo_index + item_.q_begin);
+      } else {
+        prefetch_l2(next);
+      }
 #pragma unroll 1
       for (int head = item_.head_begin; head < item_.head_end; ++head) {
-        list_.open(*part_, item_.row, head);
+        open_list(head);
         ATTNRT_MARK(3);
-        has_runs_ = has_runs();
-        live_end_ = min(item_.kv_end, bound_limit(p_, item_, *part_));
 #pragma unroll 1
         for (int first = 0; first < (item_.q_end - item_.q_begin) * Config::group; first += L::kRows) pass(head, first);
       }
       __syncwarp();  // all lanes have read the item
     }
-    if (plan.counters) finish_empty(plan);
+    if (plan.counters) finish_empty(p_, plan, params_, worker, memory_.groups * gridDim.x);
     await(meta_.empty[stage_], phase_);
-    if (lane_ == 0) meta_.span[table_] = make_int4(0, 0, kOver, 0);
+    if (lane_ == 0) table().span = make_int4(0, 0, kOver, 0);
     arrive();
   }
 
@@ -81,20 +103,67 @@ class DecodeLoader {
     ptx::mbar_wait(ptx::smem_addr(&barrier), phase);
   }
 
+  __device__ __forceinline__ DecodeTile<L>& table() const { return memory_.tiles(meta_)[table_]; }
+
   // This stage is complete when all lanes' copies have landed. The tables are written by now.
   __device__ __forceinline__ void arrive() {
     const unsigned barrier = ptx::smem_addr(&meta_.full[stage_]);
     ptx::cp_async_mbar_arrive_noinc(barrier);
     ptx::mbar_arrive_warp(barrier, lane_);
-    if (++stage_ == L::kStages) {
+    if (++stage_ == stages_) {
       stage_ = 0;
       phase_ ^= 1;
     }
   }
 
+  // The worker's first item and this group's share of the top of the header, read at once, into shared memory.
+  __device__ __forceinline__ void read_top(int worker) {
+    const char* header = reinterpret_cast<const char*>(p_.plan);
+    const unsigned at = kFirstAt + worker * sizeof(FirstItem);
+    int mine = 0;
+    if (at + sizeof(FirstItem) <= p_.behind + sizeof(PlanHeader))
+      mine = reinterpret_cast<const int*>(header + at)[lane_];
+#pragma unroll 1
+    for (int i = group_ * 32 + lane_; i < TopOfPlan::kWords; i += memory_.groups * 32)
+      memory_.top().words[i] = reinterpret_cast<const int*>(header)[i];
+    reinterpret_cast<int*>(&meta_.first)[lane_] = mine;
+    ptx::bar_sync(1 + L::kMostGroups, memory_.groups * 32);  // of the warps that load
+  }
+
+  // The list of blocks of the item's rows under a head.
+  __device__ __forceinline__ void open_list(int head) {
+    const FirstItem& first = meta_.first;
+    KvList list;
+    if (flags_ & kGiven && first.flags & kFirstList) {
+      list.entries = first.entries;
+      list.indices = part_->indices + first.list;
+      list.block_pos = part_->block_pos ? part_->block_pos + first.list : nullptr;
+      list.base = 0;
+      list.pos = first.pos;
+      list.offset = first.offset;
+    } else {
+      list.open(*part_, item_.row, head);
+    }
+    const int limit = bound_limit(plan_, item_, *part_);
+    __syncwarp();
+    if (lane_ == 0) {
+      list_ = list;
+      meta_.live_end = min(item_.kv_end, limit);
+    }
+    __syncwarp();
+    flags_ = (flags_ & ~kRuns) | (has_runs() ? kRuns : 0);
+    window_ = window_end_ = 0;
+    if (flags_ & kGiven && first.flags & kFirstIds) {
+      window_ = first_tile<L::kTile>(plan_.rulers[item_.klass].start(item_.leaf_begin), item_.kv_begin);
+      window_end_ = window_ + L::kTile;
+      window_id_ = first.ids[lane_ & 3];
+      flags_ &= ~kFound;
+    }
+  }
+
   // The keys of the item for kRows of its rows. An item without keys has one tile of dead ones: the empty set.
   __device__ __forceinline__ void pass(int head, int first) {
-    const RulerDesc& ruler = p_.plan->rulers[item_.klass];
+    const RulerDesc& ruler = plan_.rulers[item_.klass];
     const bool any = item_.kv_begin < item_.kv_end;
     int leaf = item_.leaf_begin;
     const int start = ruler.start(leaf);
@@ -102,54 +171,53 @@ class DecodeLoader {
     int stop = any ? min(ruler.start(leaf + 1), item_.kv_end) : start;
     look_up(tile);
     ATTNRT_MARK(4);
-    int tiles = 0;  // so far
-    bool more = true;
+    flags_ = (flags_ & ~kSecond) | kFirst | kMore;
 #pragma unroll 1
-    while (more) {
+    while (flags_ & kMore) {
       const int now = tile;
       int pos[2], slot[2];
-      const bool dense = place(now, pos, slot);
-      const unsigned long long from = dense ? run_at(head) : 0;
-      [[maybe_unused]] const int run_slot = id_[0] * static_cast<int>(part_->block.divisor) + token_[0];
+      const bool dense = place(now, head, pos, slot);
+      const int run = (now - window_) / 16;  // the lane that has the tile's first one, if dense
       int flags = dense ? kAllLive | kDense : 0;
       if ((tile += L::kTile) >= stop) {
         flags |= kLastOfLeaf;
         if (++leaf >= item_.leaf_end) {
           flags |= kLastOfPass;
-          more = false;
+          flags_ &= ~kMore;
         } else {
           tile = ruler.start(leaf);
           stop = min(ruler.start(leaf + 1), item_.kv_end);
         }
       }
-      if (more) look_up(tile);
+      if (flags_ & kMore) look_up(tile);
 #pragma unroll 1
       for (int values = 0; values < 2; ++values) {
         await(meta_.empty[stage_], phase_);
         const PagedKv& kv = values ? p_.v : p_.k;
         if (dense) {
           const int at = list_.pos + now - list_.offset;
-          if (lane_ == 0 && !values) meta_.span[table_] = make_int4(at, at + L::kTile - 1, flags, now);
+          if (lane_ == 0 && !values) table().span = make_int4(at, at + L::kTile - 1, flags, now);
           if constexpr (L::kHooks) {
             if (!values) {
 #pragma unroll
               for (int key = lane_; key < L::kTile; key += 32)
-                meta_.slot[table_][key] = __shfl_sync(0xffffffffu, run_slot, key / 16) + key % 16;
+                table().slot[key] = __shfl_sync(0xffffffffu, run_slot_, run + key / 16) + key % 16;
             }
           }
-          copy_runs(kv, from, 4 * values);
+          copy_runs(kv, values ? from_v_ : from_k_, run);
         } else {
           if (!values) tabulate(now, flags, pos, slot);
           copy(kv, head, slot);
         }
         // The rest of what the pass needs is laid out while the first keys are on their way.
-        if (!values && tiles == 0) open(head, first);
-        if (item_.slot >= 0 && (values ? !more && tiles == 0 : tiles == 1)) find_merges(head, first);
+        if (!values && flags_ & kFirst) open(head, first);
+        if (item_.slot >= 0 && (values ? (flags_ & (kFirst | kMore)) == kFirst : (flags_ & kSecond) != 0))
+          find_merges(head, first);
         arrive();
         ATTNRT_MARK(values ? 7 : 6);
       }
-      ++tiles;
-      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+      flags_ = flags_ & kFirst ? flags_ ^ (kFirst | kSecond) : flags_ & ~kSecond;
+      table_ = table_ + 1 == meta_.tiles ? 0 : table_ + 1;
     }
     if (++set_ == L::kSets) {
       set_ = 0;
@@ -157,30 +225,46 @@ class DecodeLoader {
     }
   }
 
+  // Whether 32 bits hold the offset of any of the pool's rows in units of 16 bytes, and that of 16 tokens in bytes.
+  __device__ __forceinline__ static bool is_near(const PagedKv& kv, int heads) {
+    constexpr long long kMost = 0x7ffffff0;
+    const auto far = [](long long x) { return x < 0 ? -x : x; };
+    unsigned pages, rest;
+    kv.page.split(static_cast<unsigned>(kv.num_slots), pages, rest);
+    const long long token = far(kv.stride_token) * kBytes<Config::kv_type>;
+    const long long bytes = far(kv.stride_page) * kBytes<Config::kv_type> * pages + token * kv.page.divisor +
+                            far(kv.stride_head) * kBytes<Config::kv_type> * heads;
+    return token <= kMost / 16 && bytes / 16 <= kMost;
+  }
+
   // The usual case, in a few instructions: blocks of the cache's own pages, 16 tokens or a multiple, so that a tile is
-  // four runs of 16 tokens. Lanes 0 to 3 find the runs' addresses in K, lanes 4 to 7 in V.
+  // four runs of 16 tokens.
   __device__ __forceinline__ bool has_runs() const {
     const unsigned block = part_->block.divisor;
     return list_.indices && !list_.block_pos && !(block & 15) && !(list_.offset & 15) && block == p_.k.page.divisor &&
-           block == p_.v.page.divisor && p_.k.vectors && p_.v.vectors;
+           block == p_.v.page.divisor && p_.k.vectors && p_.v.vectors && flags_ & kNear;
   }
 
-  // Address of this lane's run; its block is a page.
-  __device__ __forceinline__ unsigned long long run_at(int head) const {
-    const PagedKv& kv = lane_ & 4 ? p_.v : p_.k;
-    const long long at = static_cast<long long>(id_[0]) * kv.stride_page +
-                         static_cast<long long>(token_[0]) * kv.stride_token +
+  // Where a run begins, in units of 16 bytes; its block is a page.
+  __device__ __forceinline__ static int run_at(const PagedKv& kv, int page, int token, int head) {
+    const long long at = static_cast<long long>(page) * kv.stride_page +
+                         static_cast<long long>(token) * kv.stride_token +
                          static_cast<long long>(head) * kv.stride_head;
-    return reinterpret_cast<unsigned long long>(kv.ptr) + at * kBytes<Config::kv_type>;
+    return static_cast<int>(at * kBytes<Config::kv_type> / 16);
   }
 
-  // Reads the block ids of this lane's keys, or of its run. Nothing depends on them before place().
+  // Reads the block ids of this lane's keys, or of 32 runs, one a lane. Nothing depends on them before place().
   __device__ __forceinline__ void look_up(int tile) {
-    dense_ = has_runs_ && !(tile & 15) && tile >= item_.kv_begin && tile + L::kTile <= live_end_;
-    if (dense_) {
-      id_[0] = block_of(tile + (lane_ & 3) * 16, token_[0]);
-    } else {
+    const bool dense = flags_ & kRuns && !(tile & 15) && tile >= item_.kv_begin && tile + L::kTile <= meta_.live_end;
+    flags_ = (flags_ & ~kTileRuns) | (dense ? kTileRuns : 0);
+    if (!dense) {
       look_up_keys(tile);
+    } else if (tile < window_ || tile >= window_end_) {
+      int token;
+      window_ = tile;
+      window_end_ = tile + 32 * 16;
+      window_id_ = block_of(tile + lane_ * 16, token);
+      flags_ &= ~kFound;
     }
   }
 
@@ -197,37 +281,46 @@ class DecodeLoader {
     for (int h = 0; h < 2; ++h) {
       const int offset = tile + 32 * h + lane_;
       id_[h] = -1;
-      if (offset < item_.kv_begin || offset >= live_end_) continue;
-      token_[h] = offset - list_.offset;
-      id_[h] = 0;
-      if (list_.indices) id_[h] = block_of(offset, token_[h]);
+      if (offset < item_.kv_begin || offset >= meta_.live_end) continue;
+      int token;
+      id_[h] = list_.indices ? block_of(offset, token) : 0;
     }
   }
 
-  // True: four runs of live keys. Else slots (-1: no key) and positions of this lane's keys.
-  __device__ __forceinline__ bool place(int tile, int (&pos)[2], int (&slot)[2]) {
+  // Addresses of the runs whose ids the lanes hold.
+  __device__ __forceinline__ void find_runs(int head) {
     const unsigned divisor = part_->block.divisor;
-    if (dense_) {
-      const long long end = (static_cast<long long>(id_[0]) + 1) * divisor;
-      if (__all_sync(0xffffffffu, id_[0] >= 0 && end <= p_.k.num_slots)) return true;
+    unsigned block, token;
+    part_->block.split(window_ + lane_ * 16 - list_.offset, block, token);
+    from_k_ = run_at(p_.k, window_id_, token, head);
+    from_v_ = run_at(p_.v, window_id_, token, head);
+    if constexpr (L::kHooks) run_slot_ = window_id_ * static_cast<int>(divisor) + static_cast<int>(token);
+    const long long end = (static_cast<long long>(window_id_) + 1) * divisor;
+    bad_runs_ = __ballot_sync(0xffffffffu, window_id_ < 0 || end > p_.k.num_slots);
+    flags_ |= kFound;
+  }
+
+  // True: four runs of live keys. Else slots (-1: no key) and positions of this lane's keys.
+  __device__ __forceinline__ bool place(int tile, int head, int (&pos)[2], int (&slot)[2]) {
+    if (flags_ & kTileRuns) {
+      if (!(flags_ & kFound)) find_runs(head);
+      if (!(bad_runs_ >> (tile - window_) / 16 & 15)) return true;
       look_up_keys(tile);  // some id names no block
     }
+    const unsigned divisor = part_->block.divisor;
     const long long base = list_.indices ? 0 : list_.base;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       pos[h] = kDeadKey;
       slot[h] = -1;
       if (id_[h] < 0) continue;
-      const long long at = static_cast<long long>(id_[h]) * divisor + base + token_[h];
+      const int entry = tile + 32 * h + lane_ - list_.offset;
+      unsigned block = 0, token = entry;
+      if (list_.indices) part_->block.split(entry, block, token);
+      const long long at = static_cast<long long>(id_[h]) * divisor + base + token;
       if (static_cast<unsigned long long>(at) >= static_cast<unsigned long long>(p_.k.num_slots)) continue;
       slot[h] = static_cast<int>(at);
-      const int entry = tile + 32 * h + lane_ - list_.offset;
-      pos[h] = list_.pos + entry;
-      if (list_.block_pos) {
-        unsigned block, token;
-        part_->block.split(entry, block, token);
-        pos[h] = list_.block_pos[block] + static_cast<int>(token);
-      }
+      pos[h] = list_.block_pos ? list_.block_pos[block] + static_cast<int>(token) : list_.pos + entry;
     }
     return false;
   }
@@ -239,10 +332,10 @@ class DecodeLoader {
     if (__all_sync(0xffffffffu, live[0] && live[1])) flags |= kAllLive;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      meta_.pos[table_][32 * h + lane_] = pos[h];
-      if constexpr (L::kHooks) meta_.slot[table_][32 * h + lane_] = live[h] ? slot[h] : 0;
+      table().pos[32 * h + lane_] = pos[h];
+      if constexpr (L::kHooks) table().slot[32 * h + lane_] = live[h] ? slot[h] : 0;
     }
-    if (lane_ == 0) meta_.span[table_] = make_int4(low, high, flags, tile);
+    if (lane_ == 0) table().span = make_int4(low, high, flags, tile);
   }
 
   // Row k + (row of this lane) of a stage, where row k is k whole steps of kRowsAtOnce: the swizzle of k's low bits is
@@ -251,54 +344,76 @@ class DecodeLoader {
     return L::kRowBytes == 64 ? to + k * 64 : (to ^ (k % 8 << 4)) + k * 128;
   }
   __device__ __forceinline__ unsigned stage_at(int row, int chunk) const {
-    return ptx::smem_addr(smem_ + stage_ * L::kStageBytes) + swizzled<L::kRowBytes>(row, chunk);
+    return ring_ + stage_ * L::kStageBytes + swizzled<L::kRowBytes>(row, chunk);
   }
 
-  // Four runs of 16 tokens, whose addresses lanes `lane` onward have.
-  __device__ __forceinline__ void copy_runs(const PagedKv& kv, unsigned long long from, int lane) const {
+  // Four runs of 16 tokens; lanes `lane` onward have where they begin.
+  __device__ __forceinline__ void copy_runs(const PagedKv& kv, int from, int lane) const {
     const int row = lane_ / kChunks, chunk = lane_ % kChunks;
     const unsigned to = stage_at(row, chunk);
-    const long long stride = kv.stride_token * kBytes<Config::kv_type>;
-    const long long mine = row * stride + chunk * 16, step = kRowsAtOnce * stride;
+    const int stride = static_cast<int>(kv.stride_token) * kBytes<Config::kv_type>, step = kRowsAtOnce * stride;
+    const char* const mine = kv.ptr + (row * stride + chunk * 16);
 #pragma unroll
     for (int k = 0; k < L::kTile; k += 16) {
-      unsigned long long src = __shfl_sync(0xffffffffu, from, lane + k / 16) + mine;
+      const char* const src = mine + static_cast<long long>(__shfl_sync(0xffffffffu, from, lane + k / 16)) * 16;
 #pragma unroll
-      for (int i = 0; i < 16; i += kRowsAtOnce, src += step)
-        ptx::cp_async16(row_at(to, k + i), reinterpret_cast<const void*>(src));
+      for (int i = 0; i < 16; i += kRowsAtOnce)
+        ptx::cp_async16(row_at(to, k + i), src + static_cast<long long>(step) * (i / kRowsAtOnce));
     }
   }
 
-  // Rows of any slots.
+  // Rows of any slots. Offsets travel from lane to lane in units of 16 bytes, so that 32 bits hold them.
+  template <bool kAll>
+  __device__ __forceinline__ void copy_near(const char* base, const int (&near)[2], const unsigned (&there)[2]) const {
+    const int row = lane_ / kChunks;
+    const unsigned to = stage_at(row, lane_ % kChunks);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const unsigned live = there[h] >> row;
+      constexpr int kUnroll = kAll ? (kRowsAtOnce == 2 ? 8 : 4) : 1;
+#pragma unroll kUnroll
+      for (int i = 0; i < 32; i += kRowsAtOnce) {
+        const int at = __shfl_sync(0xffffffffu, near[h], i + row);
+        ptx::cp_async16(row_at(to, 32 * h + i), base + static_cast<long long>(at) * 16,
+                        kAll || (live >> i & 1) ? 16 : 0);
+      }
+    }
+  }
+
   __device__ __forceinline__ void copy(const PagedKv& kv, int head, const int (&slot)[2]) const {
-    unsigned long long from[2];
+    long long at[2];
     unsigned there[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const char* at = kv.ptr;  // any address will do where nothing is read
-      if (slot[h] >= 0) at += slot_offset(kv, static_cast<unsigned>(slot[h]), head) * kBytes<Config::kv_type>;
-      from[h] = reinterpret_cast<unsigned long long>(at);
+      at[h] = 0;  // any address will do where nothing is read
+      if (slot[h] >= 0) at[h] = slot_offset(kv, static_cast<unsigned>(slot[h]), head) * kBytes<Config::kv_type>;
       there[h] = __ballot_sync(0xffffffffu, slot[h] >= 0);
     }
-    char* stage = smem_ + stage_ * L::kStageBytes;
-    if (kv.vectors) {
+    if (flags_ & kNear && kv.vectors) {
+      const int near[2] = {static_cast<int>(at[0] >> 4), static_cast<int>(at[1] >> 4)};
+      const char* base = kv.ptr + lane_ % kChunks * 16;
+      if ((there[0] & there[1]) == 0xffffffffu) {
+        copy_near<true>(base, near, there);
+      } else {
+        copy_near<false>(base, near, there);
+      }
+    } else if (kv.vectors) {
       const int row = lane_ / kChunks, chunk = lane_ % kChunks;
       const unsigned to = stage_at(row, chunk);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const unsigned live = there[h] >> row;
-#pragma unroll 4
-        for (int i = 0; i < 32; i += kRowsAtOnce) {
-          const unsigned long long src = __shfl_sync(0xffffffffu, from[h], i + row) + chunk * 16;
-          ptx::cp_async16(row_at(to, 32 * h + i), reinterpret_cast<const void*>(src), live >> i & 1 ? 16 : 0);
-        }
+#pragma unroll 1
+      for (int key = 0; key < L::kTile; key += kRowsAtOnce) {
+        const bool high = key >= 32;
+        const long long from = __shfl_sync(0xffffffffu, high ? at[1] : at[0], (key + row) % 32);
+        ptx::cp_async16(row_at(to, key), kv.ptr + from + chunk * 16,
+                        (high ? there[1] : there[0]) >> (key + row) % 32 & 1 ? 16 : 0);
       }
     } else {
       typedef typename Bits<Config::kv_type>::type Element;
+      char* stage = memory_.smem + meta_.ring + stage_ * L::kStageBytes;
 #pragma unroll 1
       for (int key = 0; key < L::kTile; ++key) {
         const Element* src =
-            reinterpret_cast<const Element*>(__shfl_sync(0xffffffffu, key < 32 ? from[0] : from[1], key % 32));
+            reinterpret_cast<const Element*>(kv.ptr + __shfl_sync(0xffffffffu, key < 32 ? at[0] : at[1], key % 32));
         const bool live = (key < 32 ? there[0] : there[1]) >> key % 32 & 1;
 #pragma unroll 1
         for (int d = lane_; d < L::kDim; d += 32) {
@@ -314,8 +429,28 @@ class DecodeLoader {
   // with row and head. While the last keys are on their way.
   __device__ __forceinline__ void find_merges(int head, int first) const {
     auto& rows = meta_.rows[set_];
-    const PlanHeader& plan = *p_.plan;
+    const PlanHeader& plan = plan_;
+    if (flags_ & kGiven && meta_.first.flags & kFirstMerge) {
+      const FirstItem& f = meta_.first;
+      const int count = f.merge_end - f.merge_begin;
+      if (lane_ < L::kRows) {
+        rows.counter[lane_] = lane_ == 0 && plan.counters ? f.counter + head - item_.head_begin : -1;
+        rows.merge_begin[lane_] = f.merge_begin;
+        rows.merge_end[lane_] = f.merge_end;
+      }
+      if (count <= L::kSlots) {
+#pragma unroll
+        for (int i = 0; i < L::kSlots; i += 32)
+          if (lane_ + i < count) meta_.slots[lane_ + i] = plan.merge_slots[f.merge_begin + lane_ + i];
+        if (lane_ == 0) rows.slots = meta_.slots - f.merge_begin;
+      } else {
+        if (lane_ == 0) rows.slots = plan.merge_slots;
+        prefetch_l2(plan.merge_slots + f.merge_begin);
+      }
+      return;
+    }
     if (lane_ >= L::kRows) return;
+    if (lane_ == 0) rows.slots = plan.merge_slots;
     const int row = rows.qo_row[lane_];
     const bool wanted = row >= 0 && (lane_ == 0 || (first + lane_) % Config::group == 0);
     int low = 0;
@@ -339,10 +474,11 @@ class DecodeLoader {
   }
 
   // Rows of the merge list that no item has: the empty set.
-  __device__ __noinline__ void finish_empty(const PlanHeader& plan) const {
-    const Merge<Config, Variant, L::kMergeBatch> merge(p_, params_);
+  __device__ __noinline__ static void finish_empty(const RunParams& p, const PlanHeader& plan, const ParamRef* params,
+                                                   int worker, int workers) {
+    const Merge<Config, Variant, L::kMergeBatch> merge(p, plan, params);
 #pragma unroll 1
-    for (int i = blockIdx.x; i < plan.num_merges; i += gridDim.x) {
+    for (int i = worker; i < plan.num_merges; i += workers) {
       const MergeRow row = plan.merge_rows[i];
       if (row.slot_begin != row.slot_end) continue;
 #pragma unroll 1
@@ -355,7 +491,11 @@ class DecodeLoader {
   __device__ __forceinline__ void open(int head, int first) {
     auto& rows = meta_.rows[set_];
     await(meta_.spare[set_], spare_phase_);
-    fill_rows<Config, Variant>(p_, params_, item_, *part_, head, first, rows);
+    const bool known = flags_ & kGiven && meta_.first.flags & kFirstRow;
+    fill_rows<Config, Variant>(p_, plan_, params_, item_, *part_, head, first, rows, [&](int query) {
+      const FirstItem& f = meta_.first;
+      return known ? QueryRow{f.request, f.qo_row, f.qo_pos} : query_row(*part_, query);
+    });
     if (lane_ == 0) {
       rows.head = head;
       rows.first = first;
@@ -367,8 +507,9 @@ class DecodeLoader {
     __syncwarp();
     typedef typename Bits<Config::q_type>::type Element;
     constexpr int kPieces = L::kDim / 8;  // of 16 bytes
-    char* q = smem_ + L::kOffsetQ + set_ * (L::kRows * L::kPitchQ);
-    if (q_vectors_) {
+    char* q = own_ + L::kOffsetQ + set_ * (L::kRows * L::kPitchQ);
+    const unsigned long long strides = p_.q_stride_row | p_.q_stride_head;
+    if (!((reinterpret_cast<unsigned long long>(p_.q) | strides * 2) & 15)) {
 #pragma unroll
       for (int i = lane_; i < L::kRows * kPieces; i += 32) {
         const int r = i / kPieces, piece = i % kPieces, row = rows.qo_row[r];
@@ -409,19 +550,30 @@ class DecodeLoader {
 
   const RunParams& p_;
   const ParamRef* params_;
-  char* smem_;
+  const Memory memory_;
+  char* own_;
   M& meta_;
-  int lane_;
+  int group_, lane_;
+  unsigned ring_;      // address of the group's first stage
+  int stages_;         // of the group
   int stage_, phase_;  // to fill next
-  int table_;          // of the next tile
+  // The item at hand is the worker's first, with all that FirstItem says of it; 32 bits reach all of the pools; tiles
+  // of the list may be, the one to come is, four runs; the addresses of the window's runs are known. The tile at hand
+  // is the pass's first or second one; there are others behind it.
+  static constexpr unsigned kGiven = 1, kNear = 2, kRuns = 4, kTileRuns = 8, kFound = 16, kFirst = 32, kSecond = 64,
+                            kMore = 128;
+  unsigned flags_;
+  int table_;  // of the next tile
   int set_, spare_phase_;
-  bool q_vectors_;
   const WorkItem& item_;
+  const PlanHeader& plan_;  // its top, in shared memory; not more than one part
   const PartDesc* part_;
-  KvList list_;
-  int live_end_;           // keys of the item that any of its rows has
-  int id_[2], token_[2];   // block and place in it of this lane's keys, or of its run, in the tile to come
-  bool has_runs_, dense_;  // tiles of this list may be, the one to come is, four runs
+  KvList& list_;                         // in shared memory: few of its fields are needed often
+  int id_[2];                            // blocks of this lane's keys in the tile to come
+  int window_, window_end_, window_id_;  // offsets in the request of the runs whose blocks the lanes hold; this lane's
+  int from_k_, from_v_;
+  unsigned bad_runs_;  // those that are not in the pool
+  int run_slot_;       // with hooks
 };
 
 }  // namespace attnrt

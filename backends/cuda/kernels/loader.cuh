@@ -56,13 +56,16 @@ __device__ __forceinline__ void copy_numbers(const PagedKv& kv, char* dst, int p
 
 // Where lengths are known to the device alone: offset past which none of the item's requests has a key. Rows that end
 // earlier mask the rest themselves.
-__device__ __forceinline__ int bound_limit(const RunParams& p, const WorkItem& item, const PartDesc& part) {
-  if (!p.plan->bound_kv_lens) return 0x7fffffff;
+__device__ __forceinline__ int bound_limit(const PlanHeader& plan, const WorkItem& item, const PartDesc& part) {
+  if (!plan.bound_kv_lens) return 0x7fffffff;
   int limit = 0;
 #pragma unroll 1
   for (int q = item.q_begin + threadIdx.x % 32; q < item.q_end; q += 32)
-    limit = max(limit, kv_len_of(p, part.request[q]));
+    limit = max(limit, kv_len_of(plan, part.request[q]));
   return __reduce_max_sync(0xffffffffu, limit);
+}
+__device__ __forceinline__ int bound_limit(const RunParams& p, const WorkItem& item, const PartDesc& part) {
+  return bound_limit(*p.plan, item, part);
 }
 
 // Loads the tile under the cursor into a stage. Warp w brings, and later scores, keys w * kWarpKeys onward.

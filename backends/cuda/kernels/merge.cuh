@@ -21,14 +21,19 @@ class Merge {
     float m, l, acc[kCols];
   };
 
-  __device__ __forceinline__ Merge(const RunParams& p, const ParamRef* params)
-      : p_(p), params_(params), lane_(threadIdx.x % 32) {}
+  // `plan` is the header or its top (no part of which is read but by find_request).
+  __device__ __forceinline__ Merge(const RunParams& p, const PlanHeader& plan, const ParamRef* params)
+      : p_(p), plan_(plan), params_(params), slots_(plan.merge_slots), lane_(threadIdx.x % 32) {}
+
+  // The same with another copy of the list's slots, by place in the list.
+  __device__ __forceinline__ Merge(const RunParams& p, const PlanHeader& plan, const ParamRef* params, const int* slots)
+      : p_(p), plan_(plan), params_(params), slots_(slots), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
     const int warps = blockDim.x / 32 * gridDim.x;
-    const long long total = static_cast<long long>(p_.plan->num_merges) * p_.num_qo_heads;
+    const long long total = static_cast<long long>(plan_.num_merges) * p_.num_qo_heads;
     for (long long i = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; i < total; i += warps) {
-      const MergeRow row = p_.plan->merge_rows[i / p_.num_qo_heads];
+      const MergeRow row = plan_.merge_rows[i / p_.num_qo_heads];
       const int head = static_cast<int>(i % p_.num_qo_heads);
       const int kv_head = head / Config::group;
       if (kv_head < row.head_begin || kv_head >= row.head_end) continue;
@@ -40,7 +45,7 @@ class Merge {
 
   // The fold of a row's entries of the merge list.
   __device__ __forceinline__ State states(int begin, int end, int head) const {
-    return p_.plan->pairwise ? pairwise(begin, end, head) : sequential(begin, end, head);
+    return plan_.pairwise ? pairwise(begin, end, head) : sequential(begin, end, head);
   }
 
   __device__ __forceinline__ static State empty() {
@@ -82,8 +87,8 @@ class Merge {
  private:
   __device__ __forceinline__ int col_of(int i) const { return kVector ? lane_ * kCols + i : lane_ + 32 * i; }
 
-  __device__ __forceinline__ void load_acc(long long at, float (&acc)[kCols]) const {
-    const float* from = p_.plan->partial_acc + at * Config::head_dim_vo;
+  __device__ __forceinline__ void load_acc(unsigned at, float (&acc)[kCols]) const {
+    const float* from = plan_.partial_acc + static_cast<long long>(at) * Config::head_dim_vo;
     if constexpr (kVector && kCols == 4) {
       const float4 x = ptx::load_l2(reinterpret_cast<const float4*>(from) + lane_);
       acc[0] = x.x;
@@ -100,14 +105,15 @@ class Merge {
     }
   }
 
-  __device__ __forceinline__ long long state_of(int entry, int head) const {
-    return static_cast<long long>(p_.plan->merge_slots[entry]) * p_.num_qo_heads + head;
+  // States are fewer than 2^32: their numbers would fill a hundred gigabytes.
+  __device__ __forceinline__ unsigned state_of(int entry, int head) const {
+    return static_cast<unsigned>(slots_[entry]) * p_.num_qo_heads + head;
   }
 
   __device__ __forceinline__ State load(int entry, int head) const {
-    const long long at = state_of(entry, head);
+    const unsigned at = state_of(entry, head);
     State s;
-    const float2 ml = ptx::load_l2(reinterpret_cast<const float2*>(p_.plan->partial_ml) + at);
+    const float2 ml = ptx::load_l2(reinterpret_cast<const float2*>(plan_.partial_ml) + at);
     s.m = ml.x;
     s.l = ml.y;
     load_acc(at, s.acc);
@@ -123,7 +129,7 @@ class Merge {
   }
 
   // Of states e to e + kBatch - 1 of 32 (past the end: the last one again).
-  __device__ __forceinline__ void load_batch(long long mine, int e, float (&acc)[kBatch][kCols]) const {
+  __device__ __forceinline__ void load_batch(unsigned mine, int e, float (&acc)[kBatch][kCols]) const {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) load_acc(__shfl_sync(0xffffffffu, mine, (e + i) % 32), acc[i]);
   }
@@ -136,8 +142,8 @@ class Merge {
 #pragma unroll 1
     for (int first = begin; first < end; first += 32) {
       const int count = min(32, end - first);
-      const long long mine = state_of(first + min(lane_, count - 1), head);
-      const float2 ml = ptx::load_l2(reinterpret_cast<const float2*>(p_.plan->partial_ml) + mine);
+      const unsigned mine = state_of(first + min(lane_, count - 1), head);
+      const float2 ml = ptx::load_l2(reinterpret_cast<const float2*>(plan_.partial_ml) + mine);
       float acc[kBatch][kCols];
       load_batch(mine, 0, acc);
       const float m = lane_ < count ? ml.x : neg_inf();
@@ -182,10 +188,10 @@ class Merge {
   __device__ __noinline__ State pairwise(int begin, int end, int head) const {
     State stack[kLevels];
     int depth = 0, e = begin;
-    const int last = end > begin ? p_.plan->merge_leaves[end - 1] : -1;
+    const int last = end > begin ? plan_.merge_leaves[end - 1] : -1;
 #pragma unroll 1
     for (int leaf = 0; leaf <= last; ++leaf) {
-      State s = p_.plan->merge_leaves[e] == leaf ? load(e++, head) : empty();
+      State s = plan_.merge_leaves[e] == leaf ? load(e++, head) : empty();
 #pragma unroll 1
       for (int level = leaf; level & 1; level >>= 1) {
         State left = stack[--depth];
@@ -227,7 +233,9 @@ class Merge {
   }
 
   const RunParams& p_;
+  const PlanHeader& plan_;
   const ParamRef* params_;
+  const int* slots_;
   int lane_;
 };
 

@@ -120,21 +120,41 @@ struct PlanHeader {
   int num_merges;
   int num_parts;
   int pairwise;      // reduction tree: 0 sequential, 1 pairwise
-  int team_workers;  // of the Hopper kernel; lists of workers lie in this order: num_workers, wide_workers, team_workers
+  int team_workers;  // of the Hopper kernel; lists of workers lie in this order: num_workers, wide_workers,
+                     // team_workers
   // Every list may be read in boxes of 2^box_log2 tokens that begin at multiples of so many, whatever pages the cache
   // has, or 2^page_box_log2 where a box must lie in one page; negative: none.
   int box_log2, page_box_log2;
   int solid;  // no list has a hole; 0 where lists lie on the device, because nobody has looked
   int num_items;
   int wide_workers;  // of the kernel for items of many rows; 0: items of any rows lie with num_workers
+  int firsts;        // workers whose first item lies behind the header: all that have any; 0: nobody has written them
+  int pad;
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };
 
+// A worker's first item with all that its first copies need, in one line of memory behind the header, so that a short
+// run waits for memory twice before its first keys and not six times (native/first.cpp writes it).
+struct FirstItem {
+  WorkItem item;
+  int next, end;                   // the worker's other items
+  int list, entries, pos, offset;  // KvList: first entry in indptr's order, and what there is of it
+  int request, qo_row, qo_pos;     // of the item's only query
+  int block;                       // tokens per block
+  int flags;
+  int counter, merge_begin, merge_end;  // of the item's only query under its first head
+  int ids[4];                           // blocks of the four runs of 16 tokens from the first tile on
+};
+// Flags: which of these are there.
+constexpr int kFirstList = 1, kFirstIds = 2, kFirstRow = 4, kFirstMerge = 8, kFirstItem = 16;
+constexpr unsigned kFirstAt = 2560;  // bytes from the header's start
+static_assert(sizeof(FirstItem) == 128 && sizeof(PlanHeader) <= kFirstAt && kFirstAt % 128 == 0, "lines of their own");
+
 // What stays the same for every replay of a captured graph: the caller's tensors and the address of the plan.
 struct RunParams {
   const PlanHeader* plan;
-  unsigned before, behind;  // bytes that belong to the plan on this side of its header and on that
+  unsigned before, behind;  // bytes that belong to the plan on this side of its header and behind PlanHeader
   const char* q;
   long long q_stride_row, q_stride_head;  // elements
   PagedKv k, v;
@@ -146,36 +166,37 @@ struct RunParams {
   int num_qo_heads;
 };
 
-// Asks for the plan in L2: its header, and what lies around it, a line each way for each CTA. A short kernel would
-// otherwise wait for memory once for every link of header, worker, item, list and block ids. Being a hint, it may come
-// before the wait for predecessors.
-__device__ __forceinline__ void prefetch_plan(const RunParams& p) {
+// Asks for the plan in L2: its header, and what lies before it and behind the first items of the plan's workers, eight
+// lines each way for each CTA. A short kernel would otherwise wait for memory once for every link of header, item, list
+// and block ids. Being a hint, it may come before the wait for predecessors.
+__device__ __forceinline__ void prefetch_plan(const RunParams& p, unsigned workers) {
 #if __CUDA_ARCH__ >= 800
-  constexpr unsigned kLine = 128, kLines = (sizeof(PlanHeader) + kLine - 1) / kLine;
-  const unsigned at = (blockIdx.x + 1) * kLine;
+  constexpr unsigned kLine = 128, kLines = (sizeof(PlanHeader) + kLine - 1) / kLine, kShare = 8;
+  static_assert(kLines <= 32, "a warp asks for the header");
   const char* plan = reinterpret_cast<const char*>(p.plan);
-  const char* want = plan + threadIdx.x * kLine;
+  const unsigned lane = threadIdx.x % 32, line = (blockIdx.x * kShare + lane % kShare) * kLine;
+  const char* want = plan + lane * kLine;
   bool wanted = threadIdx.x < kLines;
-  if (threadIdx.x == 32) {
-    want = plan - at;
-    wanted = at <= p.before;
-  } else if (threadIdx.x == 33) {
-    want = plan + sizeof(PlanHeader) - kLine + at;
-    wanted = at <= p.behind;
+  if (threadIdx.x / 32 == 1) {
+    const unsigned index = kFirstAt + workers * static_cast<unsigned>(sizeof(FirstItem)) + line;
+    want = lane < kShare ? plan - line - kLine : plan + index;
+    wanted = lane < kShare ? line + kLine <= p.before : lane < 2 * kShare && index <= p.behind;
   }
   if (wanted) asm volatile("prefetch.global.L2 [%0];" ::"l"(want));
 #endif
 }
 
 // Keys of a request: the bound number where there is one, kept within what the plan was made for.
-__device__ __forceinline__ int kv_len_of(const RunParams& p, int request) {
-  const int most = p.plan->kv_lens[request];
-  return p.plan->bound_kv_lens ? max(0, min(most, p.plan->bound_kv_lens[request])) : most;
+__device__ __forceinline__ int kv_len_of(const PlanHeader& plan, int request) {
+  const int most = plan.kv_lens[request];
+  return plan.bound_kv_lens ? max(0, min(most, plan.bound_kv_lens[request])) : most;
 }
+__device__ __forceinline__ int kv_len_of(const RunParams& p, int request) { return kv_len_of(*p.plan, request); }
 
 // How far the true length moves keys and the queries' positions from where the plan has them (<= 0).
-__device__ __forceinline__ int bound_shift(const RunParams& p, int request) {
-  return p.plan->bound_kv_lens ? kv_len_of(p, request) - p.plan->kv_lens[request] : 0;
+__device__ __forceinline__ int bound_shift(const PlanHeader& plan, int request) {
+  return plan.bound_kv_lens ? kv_len_of(plan, request) - plan.kv_lens[request] : 0;
 }
+__device__ __forceinline__ int bound_shift(const RunParams& p, int request) { return bound_shift(*p.plan, request); }
 
 }  // namespace attnrt

@@ -24,11 +24,20 @@ __device__ __forceinline__ Ctx row_ctx(const RunParams& p, const M& meta, int r,
   return c;
 }
 
-// Fills the row tables (Meta, DecodeMeta) for one (item, KV head); one warp, a lane per row. Rows past the item's
-// queries see nothing.
-template <class Config, class Variant, class M>
-__device__ __forceinline__ void fill_rows(const RunParams& p, const ParamRef* params, const WorkItem& item,
-                                          const PartDesc& part, int kv_head, int first, M& meta) {
+// What the part says of a query.
+struct QueryRow {
+  int request, qo_row, qo_pos;
+};
+__device__ __forceinline__ QueryRow query_row(const PartDesc& part, int query) {
+  return {part.request[query], part.qo_index ? part.qo_index[query] : query, part.qo_pos[query]};
+}
+
+// Fills the row tables (Meta, DecodeMeta) for one (item, KV head); one warp, a lane per row; `row_of` finds a query's
+// QueryRow. Rows past the item's queries see nothing.
+template <class Config, class Variant, class M, class RowOf>
+__device__ __forceinline__ void fill_rows(const RunParams& p, const PlanHeader& plan, const ParamRef* params,
+                                          const WorkItem& item, const PartDesc& part, int kv_head, int first, M& meta,
+                                          const RowOf& row_of) {
   static_assert(M::kRows <= 32, "a lane per row");
   const int r = threadIdx.x % 32;
   const int query = item.q_begin + (first + r) / Config::group;
@@ -38,16 +47,16 @@ __device__ __forceinline__ void fill_rows(const RunParams& p, const ParamRef* pa
   if (r < M::kRows) {
     int qo_row = -1, qo_pos = 0, request = 0;
     if (real) {
-      request = part.request[query];
-      const int shift = bound_shift(p, request);
-      qo_row = part.qo_index ? part.qo_index[query] : query;
-      qo_pos = part.qo_pos[query] + shift;
-      if (p.plan->bound_kv_lens) limit = kv_len_of(p, request);
+      const QueryRow found = row_of(query);
+      request = found.request;
+      qo_row = found.qo_row;
+      qo_pos = found.qo_pos + bound_shift(plan, request);
+      if (plan.bound_kv_lens) limit = kv_len_of(plan, request);
       low = kDeadKey + 1;
     }
     if constexpr (Variant::reads_index_mask) {
       masked = real && part.mask_offset && part.mask_offset[query] >= 0;
-      const int from = masked ? part.mask_begin[item.row] + bound_shift(p, request) : 0;
+      const int from = masked ? part.mask_begin[item.row] + bound_shift(plan, request) : 0;
       meta.mask_bit[r] = masked ? part.mask_offset[query] - from : kNoMask;
       meta.mask_from[r] = from;
     }
@@ -82,7 +91,10 @@ __device__ __forceinline__ void fill_rows(const RunParams& p, const ParamRef* pa
 template <class Config, class Variant, class M>
 __device__ __forceinline__ void open_rows(const RunParams& p, const ParamRef* params, const WorkItem& item,
                                           const PartDesc& part, int kv_head, int first, M& meta) {
-  if (threadIdx.x < 32) fill_rows<Config, Variant>(p, params, item, part, kv_head, first, meta);
+  if (threadIdx.x < 32) {
+    fill_rows<Config, Variant>(p, *p.plan, params, item, part, kv_head, first, meta,
+                               [&](int query) { return query_row(part, query); });
+  }
   __syncthreads();
 }
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cffi builder of attnrt.backends.cuda._driver: the driver entry points of driver.h, abi3, no CUDA toolkit needed."""
+"""cffi builder of attnrt.backends.cuda._driver: the driver entry points of driver.h and what packs plans (first.h), abi3, no
+CUDA toolkit needed."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ def declarations(header: Path) -> str:
 
 
 ffibuilder = FFI()
-ffibuilder.cdef(declarations(HERE / "driver.h"))
+for header in ("driver.h", "first.h"):
+    ffibuilder.cdef(declarations(HERE / header))
 ffibuilder.set_source(
     "attnrt.backends.cuda._driver",
-    '#include "driver.h"',
-    sources=[str(HERE / "driver.cpp")],
+    '#include "driver.h"\n#include "first.h"',
+    sources=[str(HERE / "driver.cpp"), str(HERE / "first.cpp")],
     include_dirs=[str(HERE)],
     source_extension=".cpp",
     extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden"],
