@@ -150,7 +150,7 @@ PYTHON = (
     ),
     Mutant(
         name="a mask that the variant does not name is ignored",
-        file="attnrt/runtime.py",
+        file="attnrt/machine.py",
         old="spec = with_mask(self.spec) if features.masked else self.spec",
         new="spec = self.spec",
         test="cases/test_plan.py -k 'c31 or c109'",
