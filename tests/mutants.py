@@ -259,8 +259,8 @@ CUDA_MUTANTS = (
     Mutant(
         name="32 states fold from the right",
         file=KERNELS + "merge.cuh",
-        old="const long long mine = state_of(first + min(lane_, count - 1), head);",
-        new="const long long mine = state_of(first + count - 1 - min(lane_, count - 1), head);",
+        old="const unsigned mine = state_of(first + min(lane_, count - 1), head);",
+        new="const unsigned mine = state_of(first + count - 1 - min(lane_, count - 1), head);",
         test=EMULATED + " -k test_workers",
     ),
     Mutant(
