@@ -172,10 +172,12 @@ class Composite:
 
     All parts have the same ``num_qo`` and ``requests`` (the same object). For every query the offset ranges
     ``[kv_offset + kv_begin, kv_offset + kv_end)`` of its parts tile ``[0, its live keys)`` without gap or overlap.
+    ``flat`` is the same index in one part where its builder has it, for a planner that finds the parts not worth their cost.
     """
 
     parts: tuple[BlockSparse, ...]
     features: Features = field(default_factory=Features)
+    flat: BlockSparse | None = None
 
     def __repr__(self) -> str:
         return f"Composite({_counts(self)}, {len(self.parts)} parts)"

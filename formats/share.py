@@ -18,7 +18,7 @@ from attnrt import checks
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.access import need_host_indices, ranges
 from attnrt.formats.arrays import frozen, indptr_of
-from attnrt.formats.base import BlockSparse, Index
+from attnrt.formats.base import BlockSparse, Composite, Index
 from attnrt.formats.composite import composite
 
 __all__ = ["share"]
@@ -74,7 +74,9 @@ def share(index: BlockSparse, min_tokens: int = 64, *, max_parts: int | None = N
     begin = np.zeros(index.num_rows, np.int64)
     begin[order] = shared
     own = replace(index, kv_begin=frozen(np.maximum(index.kv_begin, begin * C).astype(np.int32)))
-    return composite([*(_level_part(index, segments) for segments in levels), own])
+    found = composite([*(_level_part(index, segments) for segments in levels), own])
+    assert isinstance(found, Composite)
+    return replace(found, flat=index)
 
 
 def _neighbours(index: BlockSparse) -> tuple[np.ndarray, list[int]]:

@@ -141,6 +141,12 @@ class Team:
         Keys times KV heads whose K and V a cache close to the workers holds together. Workers take the items of one section
         after those of the section before, and longest first only within one, so that items which read the same keys run at
         the same time. 0: all items are one section. With sections every item has one KV head.
+    unit : float
+        Time of one unit of its costs, in units of the traits' costs.
+    overlap : float
+        0: it has the machine to itself. Else its kernel runs beside those of the crews before it, which want memory where it
+        wants arithmetic: it leaves workers without items, on whose multiprocessors the others run meanwhile, and so large a part
+        of the machine as this is enough for them to keep memory busy.
     """
 
     name: str
@@ -152,6 +158,8 @@ class Team:
     beta_rows: float = 0.0
     fixed: float = 0.0
     section: int = 0
+    unit: float = 1.0
+    overlap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +183,12 @@ class Traits:
         Whether items may take a range of KV heads.
     teams : tuple of Team
         Further kernels, at most two; their workers come after these ``num_workers`` in a work list, team by team.
+    launch : float
+        Cost of one more kernel in a run, on every worker. 0: keys that requests share are read once whatever that costs.
+    state : float
+        Cost of a partial state of one query head, written and read.
+    repeated : float
+        Cost of a key that other items have read, of one that they have not.
     """
 
     name: str
@@ -187,6 +201,9 @@ class Traits:
     max_partial_slots: int = 1 << 20
     split_heads: bool = True
     teams: tuple[Team, ...] = ()
+    launch: float = 0.0
+    state: float = 0.0
+    repeated: float = 1.0
 
     @property
     def all_workers(self) -> int:

@@ -13,6 +13,7 @@ from attnrt.scheduler.assign import find
 from attnrt.scheduler.base import Plan, Traits
 from attnrt.scheduler.plan_native import MODES, Facts, can_plan, plan_native
 from attnrt.scheduler.plan_python import plan_python
+from attnrt.scheduler.price import sharing_pays
 from attnrt.scheduler.problem import Problem, classes_of
 from attnrt.scheduler.values import twin
 
@@ -46,7 +47,8 @@ def make_plan(
     ----------
     spec : AttentionSpec
     index : BlockSparse or Composite
-        A composite's cuts may lie anywhere; they are moved to leaf boundaries.
+        A composite's cuts may lie anywhere; they are moved to leaf boundaries. Where reading shared keys once does not pay and
+        the composite knows its flat form, that is planned.
     traits : Traits
         The backend's own, or ``Traits.of("h200")`` for a machine that is not here.
     scheduler : str or object
@@ -95,6 +97,9 @@ def make_plan(
                 parts, classes_of(index.requests, traits, facts.group), traits, facts.num_kv_heads
             )
         parts, limits = aligned.parts, aligned.limits
+        flat = getattr(index, "flat", None)
+        if flat is not None and not sharing_pays(flat, parts, facts, traits):
+            parts, limits = (flat,), _NO_LIMITS
     if scheduler.__class__ is str and scheduler in MODES and can_plan(traits):
         work, merge, num_slots = plan_native(parts, limits, facts, traits, scheduler, tree, num_rows, slots)
     else:

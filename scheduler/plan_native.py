@@ -21,7 +21,7 @@ from attnrt.scheduler.values import twin
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse
 
-_ABI = 5  # of native/planner_abi.h
+_ABI = 6  # of native/planner_abi.h
 
 try:
     from attnrt.scheduler._planner_native import ffi, lib
@@ -107,8 +107,10 @@ def _traits_struct(traits: Traits) -> Any:
     for crew, out in zip(crews, struct.crews, strict=False):
         out.alpha, out.beta, out.beta_rows, out.fixed = crew.alpha, crew.beta, crew.beta_rows, crew.fixed
         out.num_workers = crew.num_workers
+    struct.crews[0].unit = 1.0
     for team, out in zip(traits.teams, struct.crews[1 : len(crews)], strict=True):
         out.section, out.first_class, out.rows = team.section, team.first_class, team.rows
+        out.unit, out.overlap = team.unit, team.overlap
     struct.num_crews = len(crews)
     struct.num_classes, struct.split_heads = len(traits.classes), traits.split_heads
     for klass, out in zip(traits.classes, struct.classes, strict=False):

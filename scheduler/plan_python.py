@@ -11,6 +11,7 @@ leaf boundary, and states fold in leaf order.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,11 +42,12 @@ _INT32_MAX = (1 << 31) - 1
 
 @dataclass(slots=True, kw_only=True)
 class Crew:
-    """Workers that share a kernel: their number and costs (a Traits or a Team), their tiles, and the section of each list."""
+    """Workers that share a kernel: number and costs of them (a Traits or a Team), their tiles, and the section of each list."""
 
     traits: Any
     tiles: list[Tile]
     sections: dict[tuple[int, int, int], int]
+    workers: int  # that may have items
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,8 +113,45 @@ def _crews(problem: Problem, tiles: list[Tile]) -> list[Crew]:
     for i, section in enumerate((0, *(team.section for team in traits.teams))):
         own = [tile for tile, number in zip(tiles, of, strict=True) if number == i]
         crew = traits.teams[i - 1] if i else traits
-        crews.append(Crew(traits=crew, tiles=own, sections=_sections(problem, own, section)))
+        sections = _sections(problem, own, section)
+        crews.append(Crew(traits=crew, tiles=own, sections=sections, workers=crew.num_workers))
+    _overlap(problem, crews)
     return crews
+
+
+def _overlap(problem: Problem, crews: list[Crew]) -> None:
+    """How many workers of the last team have items, so that the others' kernels run beside it: the fewest with the least time.
+
+    The team alone takes ``work / workers``; meanwhile the others run at the rate of the multiprocessors that it leaves them, as
+    far as memory allows, and then alone.
+    """
+    last = crews[-1].traits
+    if len(crews) < 2 or last.overlap <= 0.0:
+        return
+    mine, work = 0.0, _whole_cost(problem, crews[-1]) * last.unit
+    for i, crew in enumerate(crews[:-1]):
+        unit = crew.traits.unit if i else 1.0
+        mine = mine + _whole_cost(problem, crew) * unit / crew.traits.num_workers
+    if mine <= 0.0 or work <= 0.0:
+        return
+    best = math.inf
+    for workers in range(1, last.num_workers + 1):
+        alone = work / workers
+        done = alone * min(1.0, (last.num_workers - workers) / (last.overlap * last.num_workers))
+        end = alone if mine <= done else alone + (mine - done)
+        if end < best:
+            best, crews[-1].workers = end, workers
+
+
+def _whole_cost(problem: Problem, crew: Crew) -> float:
+    """Cost of a crew's tiles without a cut."""
+    return _sum(tile.heads * _unit_cost(problem, crew, tile, float(tile.keys)) for tile in crew.tiles)
+
+
+def _unit_cost(problem: Problem, crew: Crew, tile: Tile, keys: float) -> float:
+    """Cost of so many keys of a tile for one KV head."""
+    t, rows = crew.traits, float(tile.queries * problem.group)
+    return t.fixed + t.alpha * rows + t.beta * keys + t.beta_rows * rows * keys
 
 
 def _sections(problem: Problem, tiles: list[Tile], size: int) -> dict[tuple[int, int, int], int]:
@@ -135,7 +174,7 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
     A split of heads needs no merge, so it comes first. Algorithm 1 alone lets a run be as long as a worker's fair share, which
     leaves the longest worker up to twice the mean; halving its limit costs merges and is charged for them.
     """
-    heads, workers = problem.num_kv_heads, crew.traits.num_workers
+    heads, workers = problem.num_kv_heads, crew.workers
     divisors = [1]
     if problem.traits.split_heads and getattr(problem.scheduler, "split_heads", True):
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -185,16 +224,11 @@ def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tup
     costs: list[float] = []
     requests: list[int] = []
     sections: list[int] = []
-    t = crew.traits
     for tile, tile_runs in zip(crew.tiles, runs, strict=True):
         step = min(heads, tile.heads)
-        query_rows = float(tile.queries * problem.group)
         for head in range(tile.head_begin, tile.head_end, step):
             for lo, hi, leaf_begin, leaf_end, slot, fold in tile_runs:
-                size = float(hi - lo)
-                costs.append(
-                    step * (t.fixed + t.alpha * query_rows + t.beta * size + t.beta_rows * query_rows * size)
-                )
+                costs.append(step * _unit_cost(problem, crew, tile, float(hi - lo)))
                 where = (tile.part, tile.row, tile.q_begin, tile.q_end, head, head + step)
                 rows.append((*where, lo, hi, leaf_begin, leaf_end, slot, tile.klass, fold, 0))
                 requests.append(int(problem.parts[tile.part].request[tile.q_begin]))
@@ -210,13 +244,13 @@ def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tup
         costs=cost,
         requests=np.asarray(requests, np.int64),
         sections=np.asarray(sections, np.int64),
-        mean=_sum(cost) / t.num_workers,
+        mean=_sum(cost.tolist()) / crew.workers,
         longest=float(cost.max(initial=0.0)),
     )
 
 
 def _assign(problem: Problem, crew: Crew, candidate: Candidate) -> None:
-    cost, workers = candidate.costs, crew.traits.num_workers
+    cost, workers = candidate.costs, crew.workers
     if hasattr(problem.scheduler, "assign_requests"):
         result = problem.scheduler.assign_requests(candidate.requests, cost, workers)
     elif crew.sections and hasattr(problem.scheduler, "assign_sections"):
@@ -226,13 +260,15 @@ def _assign(problem: Problem, crew: Crew, candidate: Candidate) -> None:
     candidate.order, candidate.worker_indptr = check_assignment(result, len(cost), workers)
     at = candidate.worker_indptr
     candidate.makespan = max(
-        (_sum(cost[candidate.order[at[w] : at[w + 1]]]) for w in range(workers)), default=0.0
+        (_sum(cost[candidate.order[at[w] : at[w + 1]]].tolist()) for w in range(workers)), default=0.0
     )
+    idle = np.full(crew.traits.num_workers - workers, len(cost), np.int32)
+    candidate.worker_indptr = np.concatenate((at, idle))
 
 
-def _sum(values: np.ndarray) -> float:
+def _sum(values: Iterable[float]) -> float:
     """Left to right, as the C++ planner adds (NumPy adds pairwise)."""
-    return sum(values.tolist(), 0.0)
+    return sum(values, 0.0)
 
 
 def _costs(scheduler: object, items: np.ndarray, own: np.ndarray) -> np.ndarray:

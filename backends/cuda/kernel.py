@@ -24,6 +24,8 @@ from attnrt.backends.cuda.render import (
     MERGE_CTAS,
     SMEM,
     THREADS,
+    WIDE,
+    WIDE_SMEM,
     maps_offset,
 )
 from attnrt.backends.cuda.select import (
@@ -34,8 +36,9 @@ from attnrt.backends.cuda.select import (
     plan_decodes,
     plan_folds,
 )
-from attnrt.backends.cuda.tables import DECODE_GROUPS, WIDE
+from attnrt.backends.cuda.tables import DECODE_GROUPS
 from attnrt.backends.cuda.tables import HOPPER as TEAM
+from attnrt.backends.cuda.tables import WIDE as CREW
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
 from attnrt.errors import CaptureError, PlanError
@@ -56,7 +59,7 @@ __all__ = ["CudaKernel", "DriverModule", "Module", "launch"]
 MERGE_WARPS = THREADS // 32
 
 #: Where a module says how much dynamic shared memory a kernel needs.
-_SMEM = {ATTEND: SMEM, DECODE: DECODE_SMEM, **dict.fromkeys(HOPPER, HOPPER_SMEM)}
+_SMEM = {ATTEND: SMEM, DECODE: DECODE_SMEM, WIDE: WIDE_SMEM, **dict.fromkeys(HOPPER, HOPPER_SMEM)}
 _RUN_OFFSETS = pack.run_offsets()
 #: Forms of the Hopper kernel: for items of one leaf, and of several.
 _BY_BOXES, _BY_KEY = (HOPPER_BOXES, HOPPER_BOXES_FOLD), (HOPPER_GATHER, HOPPER_GATHER_FOLD)
@@ -233,16 +236,19 @@ class CudaKernel:
         self._parts: tuple[Any, bytes] = (None, b"")
         self._needs: tuple[Any, tuple[str, ...]] = (None, ())
         hopper = HOPPER_BOXES in programs.names
+        #: Runs items of more rows than a tile of the decode kernel has.
+        self.wide = WIDE if WIDE in programs.names else ATTEND
         self.maps_at = maps_offset(len(spec.composed.params)) if hopper else 0
 
     def needs(self, plan: Plan, limits: Limits | None, box: int | None = None) -> tuple[str, ...]:
         """Kernels that runs of a plan launch, in order; ``box`` is that of their arrays' maps (None: as large as the plan's).
 
-        A captured graph outlives its plan: with limits they choose, else the plan.
+        All but the merge overlap, so those with the largest CTAs come first, and the decode kernel's fill the multiprocessors
+        that these leave. A captured graph outlives its plan: with limits they choose, else the plan.
         """
         if limits is not None:
             names_within = self.needs_of(limits, box)
-            if ATTEND not in names_within and pack.has_items(plan, WIDE):
+            if self.wide not in names_within and pack.has_items(plan, CREW):
                 raise PlanError(
                     "plan", "must be made within this attention's limits", None, "attn.plan(index)"
                 )
@@ -250,13 +256,13 @@ class CudaKernel:
         known = (plan, box)
         if self._needs[0] != known:
             names: list[str] = []
-            if pack.has_items(plan, None):
-                names.append(DECODE if plan_decodes(plan) else ATTEND)
-            if pack.has_items(plan, WIDE):
-                names.append(ATTEND)
             if pack.has_items(plan, TEAM):
                 plain, folding = _BY_KEY if self._by_key(plan, box) else _BY_BOXES
                 names.append(folding if plan_folds(plan) else plain)
+            if pack.has_items(plan, CREW):
+                names.append(self.wide)
+            if pack.has_items(plan, None):
+                names.append(DECODE if plan_decodes(plan) else ATTEND)
             if len(plan.merge) and names != [DECODE]:  # that one merges itself
                 names.append(MERGE)
             self._needs = (known, tuple(names))
@@ -266,13 +272,12 @@ class CudaKernel:
         """Kernels that runs of any plan within limits launch; of None: all that there are."""
         if limits is None:
             return self.programs.names
-        names = [DECODE] if decode_queries(self.spec) else []
-        if not limits_decode(self.spec, limits):
-            names.append(ATTEND)
+        names = [] if limits_decode(self.spec, limits) else [self.wide]
+        names += (DECODE,) if decode_queries(self.spec) else ()
         if self.maps_at and limits_team(self.spec, limits):
-            names += (
-                (HOPPER_GATHER_FOLD,) if box == boxes.NO_BOXES else (HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD)
-            )
+            # No launch of the Hopper kernel starts while one before it runs: the form that is seldom meant goes last.
+            names = [*names, HOPPER_GATHER_FOLD]
+            names = [names[-1], *names[:-1]] if box == boxes.NO_BOXES else [HOPPER_BOXES_FOLD, *names]
         return (DECODE,) if names == [DECODE] else (*names, MERGE)
 
     def counters(self, plan: Plan, limits: Limits | None) -> int:
@@ -314,7 +319,7 @@ class CudaKernel:
             workers = self._workers(plan, TEAM)
             mine = (name in _BY_KEY) == self._by_key(plan, box)
             return workers, workers if mine and pack.has_items(plan, TEAM) else 0
-        crew = WIDE if name == ATTEND and self._workers(plan, WIDE) else None
+        crew = CREW if name == self.wide and self._workers(plan, CREW) else None
         workers = self._workers(plan, crew)
         if name == DECODE:
             workers = -(-workers * DECODE_THREADS // self.programs.entry(DECODE).threads)

@@ -124,6 +124,8 @@ LAUNCH_RUN = np.dtype(
         ("lse_stride_head", "<i8"),
         ("sm_scale", "<f4"),
         ("num_qo_heads", "<i4"),
+        ("first", "<i4"),
+        ("pad", "<i4"),
     ]
 )
 
@@ -146,7 +148,7 @@ _PAGED = struct.Struct("<QqqqqIIIi")
 _PART = struct.Struct(f"<{len(PART_POINTERS)}QIIIiii")
 _COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q12i")
 _RULER = struct.Struct(f"<{2 * MAX_STEPS + 1}i")
-_RUN = struct.Struct("<QIIQqqQqqqqIIIiQqqqqIIIiQqqQqqfi")
+_RUN = struct.Struct("<QIIQqqQqqqqIIIiQqqqqIIIiQqqQqqfiii")
 assert (_PAGED.size, _PART.size, _RULER.size, _RUN.size) == tuple(
     dtype.itemsize for dtype in (PAGED_KV, PART, RULER, LAUNCH_RUN)
 )
@@ -340,6 +342,8 @@ def fill_run(call: Call, itemsize: int) -> bytes:
         *lse,
         call.sm_scale,
         call.q.shape[1],
+        1,
+        0,
     )
 
 
@@ -351,6 +355,7 @@ def run_offsets() -> dict[str, int]:
     vectors = int(PAGED_KV.fields["vectors"][1])  # type: ignore[index]
     return at | {
         "scale": int(fields["sm_scale"][1]),
+        "first": int(fields["first"][1]),
         "vectors_k": at["k"] + vectors,
         "vectors_v": at["v"] + vectors,
     }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from attnrt.backends.cuda import pack
 from attnrt.backends.cuda.boxes import MAPS_BYTES
-from attnrt.backends.cuda.tables import TileConfig, hopper_config, tile_config
+from attnrt.backends.cuda.tables import WIDE_CTAS, TileConfig, hopper_config, takes_wide, tile_config
 from attnrt.variants import include_dir
 from attnrt.variants.rotary import turns_by_position
 
@@ -40,6 +40,8 @@ __all__ = [
     "SMEM",
     "SMEM_BYTES",
     "THREADS",
+    "WIDE",
+    "WIDE_SMEM",
     "entry_names",
     "flatten",
     "maps_offset",
@@ -56,6 +58,7 @@ HOPPER_BOXES, HOPPER_GATHER, HOPPER_SMEM = (
     "attnrt_hopper_gather",
     "attnrt_hopper_smem_bytes",
 )
+WIDE, WIDE_SMEM = "attnrt_wide", "attnrt_wide_smem_bytes"
 HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD = HOPPER_BOXES + "_fold", HOPPER_GATHER + "_fold"
 #: The Hopper kernel in its forms: K and V in boxes (boxes.py), or key by key; for items of one leaf, or of several to be folded.
 HOPPER = (HOPPER_BOXES, HOPPER_GATHER, HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD)
@@ -65,6 +68,7 @@ SMEM_BYTES = {
     ATTEND: "attnrt::Layout<attnrt::Config, attnrt::Variant>::kOffsetMeta"
     " + sizeof(attnrt::Meta<attnrt::Layout<attnrt::Config, attnrt::Variant>>)",
     DECODE: "attnrt::DecodeMemory<attnrt::Config, attnrt::Variant>::kGroupBytes",  # of each group of a CTA
+    WIDE: "attnrt::wide_smem_bytes<attnrt::Config, attnrt::Variant>()",
     **dict.fromkeys(HOPPER, _HOPPER_BYTES),
 }
 #: And for all its groups together (DecodeMemory).
@@ -79,6 +83,10 @@ PARAM_BYTES = 64
 
 #: Fields of TileConfig that the Hopper kernel reads; it has more of its own.
 _HOPPER_CONSTANTS = ("q_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo", "shared_kv")
+#: Fields of TileConfig that the wide kernel reads.
+_WIDE_CONSTANTS = (*_HOPPER_CONSTANTS, "kv_tile")
+#: Two warpgroups: one computes, one loads.
+WIDE_THREADS = 256
 #: Fields of TileConfig that the others read.
 _CONSTANTS = (
     *("q_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo"),
@@ -129,9 +137,13 @@ def variant_text(composed: Composed) -> str:
     return _INCLUDE.sub("", composed.cpp_source("Variant"))
 
 
+#: How kernels begin: those of a run that overlap, and others.
+_WAITS = ("attnrt::begin_run(launch.run);", "attnrt::wait_for_predecessors();")
+
+
 def waits(source: str, names: tuple[str, ...]) -> bool:
     """Whether all kernels of a text begin with the wait that a dependent launch asks for."""
-    return source.count("attnrt::wait_for_predecessors();") == len(names)
+    return sum(map(source.count, _WAITS)) == len(names)
 
 
 def _attend_text(config: TileConfig) -> str:
@@ -142,9 +154,9 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {config.ctas_per_sm})
 {ATTEND}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(128) char smem[];
   attnrt::prefetch_plan(launch.run, gridDim.x);
-  attnrt::wait_for_predecessors();
-  attnrt::release_dependents();
+  attnrt::begin_run(launch.run);
   attnrt::Attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem).run();
+  attnrt::end_run(launch.run);
 }}
 """
 
@@ -163,10 +175,10 @@ extern "C" __global__ void __launch_bounds__({DECODE_THREADS * config.groups}, 1
   attnrt::prefetch_plan(launch.run, gridDim.x * (blockDim.x / attnrt::DecodeShape::kGroupThreads));
   attnrt::DecodeGroups<attnrt::Config, attnrt::Variant> decode(launch.run, launch.params, ring);
   decode.prepare();
-  attnrt::wait_for_predecessors();
-  attnrt::release_dependents();
+  attnrt::begin_run(launch.run);
   ATTNRT_MARK(1);
   decode.run();
+  attnrt::end_run(launch.run);
 }}
 """
 
@@ -195,11 +207,27 @@ extern "C" __global__ void __launch_bounds__(attnrt::HopperLayout<attnrt::Config
 {name}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char smem[];
   attnrt::prefetch_plan(launch.run, gridDim.x);
-  attnrt::wait_for_predecessors();
-  attnrt::release_dependents();
-  if (attnrt::reads_boxes(launch.run, launch.maps) != {"true" if boxes else "false"}) return;
-  typedef attnrt::HopperLoader<attnrt::Config, attnrt::Variant, attnrt::Loading::{"boxes" if boxes else "gather"}> Loader;
-  attnrt::hopper_attend<attnrt::Config, attnrt::Variant, Loader>(launch.run, launch.params, launch.maps, smem);
+  attnrt::begin_run(launch.run);
+  if (attnrt::reads_boxes(launch.run, launch.maps) == {"true" if boxes else "false"}) {{
+    typedef attnrt::HopperLoader<attnrt::Config, attnrt::Variant, attnrt::Loading::{"boxes" if boxes else "gather"}> Loader;
+    attnrt::hopper_attend<attnrt::Config, attnrt::Variant, Loader>(launch.run, launch.params, launch.maps, smem);
+  }}
+  attnrt::end_run(launch.run);
+}}
+"""
+
+
+def _wide_text(config: TileConfig) -> str:
+    return f"""
+extern "C" __device__ const int {WIDE_SMEM} = {SMEM_BYTES[WIDE]};
+
+extern "C" __global__ void __launch_bounds__({WIDE_THREADS}, {WIDE_CTAS})
+{WIDE}(const __grid_constant__ attnrt::Launch launch) {{
+  extern __shared__ __align__(1024) char smem[];
+  attnrt::prefetch_plan(launch.run, gridDim.x);
+  attnrt::begin_run(launch.run);
+  attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem);
+  attnrt::end_run(launch.run);
 }}
 """
 
@@ -209,6 +237,7 @@ _HOPPER_HEADERS = ("hopper_attend.cuh", "hopper_loader.cuh")
 _KERNELS: dict[str, tuple[tuple[str, ...], Callable[[TileConfig], str]]] = {
     ATTEND: (("attend.cuh",), _attend_text),
     DECODE: (("decode.cuh",), _decode_text),
+    WIDE: (("wide.cuh",), _wide_text),
     **{name: (_HOPPER_HEADERS, lambda config, name=name: _hopper_text(name)) for name in HOPPER},  # type: ignore[misc]
     MERGE: (("merge.cuh",), _merge_text),
 }
@@ -219,13 +248,16 @@ _MERGE_CONSTANTS = ("out_type", "group", "head_dim_vo")
 def entry_names(spec: AttentionSpec, hopper: bool = False) -> tuple[str, ...]:
     """Kernels that a spec has; ``hopper``: on a device with the instructions of sm_90a."""
     decode = (DECODE,) if tile_config(spec).q_blocks else ()
-    return (ATTEND, *decode, *(HOPPER if hopper and hopper_config(spec) else ()), MERGE)
+    wide = (WIDE,) if hopper and takes_wide(spec) else ()
+    return (ATTEND, *decode, *wide, *(HOPPER if hopper and hopper_config(spec) else ()), MERGE)
 
 
 def threads_of(spec: AttentionSpec, name: str) -> int:
     """Threads of a CTA of a kernel; of the decode kernel, of one of its groups."""
     if name == DECODE:
         return DECODE_THREADS
+    if name == WIDE:
+        return WIDE_THREADS
     config = hopper_config(spec) if name in HOPPER else None
     return THREADS if config is None else config.threads
 
@@ -263,6 +295,8 @@ def render(spec: AttentionSpec, *names: str) -> str:
         }
         constants, maps = config_text(config, _HOPPER_CONSTANTS, **own), "\n  KvMaps maps;"
         asserts = f"\nstatic_assert(sizeof(Launch) == {maps_offset(len(composed.params)) + MAPS_BYTES});"
+    if names == (WIDE,):
+        constants = config_text(config, _WIDE_CONSTANTS)
     if names == (MERGE,):
         composed, constants = _finishing(composed), config_text(config, _MERGE_CONSTANTS)
     entries = "".join(_KERNELS[name][1](config) for name in names)

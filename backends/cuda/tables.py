@@ -26,6 +26,7 @@ __all__ = [
     "HopperConfig",
     "TileConfig",
     "hopper_config",
+    "takes_wide",
     "tile_config",
     "traits_for",
 ]
@@ -198,6 +199,35 @@ def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
     return replace(found, rewrites=True) if spec.head_dim_vo <= 128 else None
 
 
+#: FLOP and bytes per second that the Hopper and the decode kernel reach on an H200, and seconds that one more kernel in a run
+#: costs (performance.md).
+FLOPS, BYTES, LAUNCH = 600e12, 4.4e12, 5e-6
+
+#: Query-head rows of a tile of the wide kernel, and its CTAs per multiprocessor.
+WIDE_ROWS, WIDE_CTAS = 64, 2
+
+
+def takes_wide(spec: AttentionSpec) -> bool:
+    """Whether there is a wide kernel of a spec (on sm_90): what both the decode and the Hopper kernel take. Elsewhere the tile
+    kernel runs items of many rows, with the same bits."""
+    return hopper_config(spec) is not None and decode_blocks(spec) > 0
+
+
+def _wide_team(team: Team, tile: TileConfig | None, beta_rows: float) -> Team:
+    """The crew for items too wide for a tile of the decode kernel, on so many multiprocessors: the wide kernel's, or (``tile``)
+    the tile kernel's."""
+    if tile is not None:
+        workers = team.num_workers * tile.ctas_per_sm
+        return replace(team, num_workers=workers, alpha=1.0, beta_rows=beta_rows, fixed=64.0)
+    return replace(team, num_workers=team.num_workers * WIDE_CTAS, fixed=128.0, unit=WIDE_CTAS / DECODE_GROUPS)
+
+
+def _beside_decode(team: Team, spec: AttentionSpec, config: HopperConfig, key_bytes: int) -> Team:
+    """The Hopper kernel's crew where the decode kernel runs beside it: what a key of a pass costs of one that a worker reads."""
+    multiply = 2.0 * config.rows * (spec.head_dim + spec.head_dim_vo) / FLOPS
+    return replace(team, unit=multiply / (key_bytes * DECODE_GROUPS / BYTES), overlap=0.45)
+
+
 def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, hopper: bool = False) -> Traits:
     """What the planner needs to know of the kernels on a device with this many multiprocessors.
 
@@ -205,38 +235,37 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
     mode is one class. On a device that has it (``hopper``), the Hopper kernel takes all requests past decode steps.
     """
     config = tile_config(spec)
+    many = WIDE_ROWS if hopper and takes_wide(spec) else config.rows
     wide = hopper_config(spec) if hopper and deterministic != "token" else None
 
-    def klass(name: str, max_rows: int | None, ruler: Ruler, tile: TileConfig | HopperConfig) -> NumericClass:
-        q_tile = max(tile.rows, spec.group)
-        return NumericClass(name=name, max_rows=max_rows, kv_tile=tile.kv_tile, q_tile=q_tile, ruler=ruler)
+    def klass(name: str, max_rows: int | None, ruler: Ruler, kv_tile: int, rows: int) -> NumericClass:
+        q_tile = max(rows, spec.group)
+        return NumericClass(name=name, max_rows=max_rows, kv_tile=kv_tile, q_tile=q_tile, ruler=ruler)
 
     if deterministic == "token":
-        classes: tuple[NumericClass, ...] = (klass("token", None, DECODE_RULER, config),)
+        classes: tuple[NumericClass, ...] = (klass("token", None, DECODE_RULER, config.kv_tile, many),)
     else:
+        long = (wide.kv_tile, wide.rows) if wide is not None else (config.kv_tile, many)
         classes = (
-            klass("decode", DECODE_ROWS, DECODE_RULER, config),
-            klass("append", 2048, APPEND_RULER, wide or config),
-            klass("prefill", None, ONE_LEAF, wide or config),
+            klass("decode", DECODE_ROWS, DECODE_RULER, config.kv_tile, many),
+            klass("append", 2048, APPEND_RULER, *long),
+            klass("prefill", None, ONE_LEAF, *long),
         )
     # In units of one key of one KV head read from memory. A tile of 16 rows costs its loads; each further row block adds the
     # multiply of the tile at the rate of mma.sync.
     key_bytes = as_dtype(spec.kv_dtype).itemsize * (
         spec.head_dim + (0 if spec.shared_kv else spec.head_dim_vo)
     )
-    teams = []
     beta_rows = (spec.head_dim + spec.head_dim_vo) / (64 * key_bytes)
-    if config.q_blocks:  # what is too wide for a tile of the decode kernel, the tile kernel takes
-        workers = multiprocessors * config.ctas_per_sm
-        rows = 8 * config.q_blocks
-        own = Team(name=WIDE, first_class=0, rows=rows, num_workers=workers)
-        teams.append(replace(own, alpha=1.0, beta_rows=beta_rows, fixed=64.0))
+    teams = []
+    if config.q_blocks:
+        team = Team(name=WIDE, first_class=0, rows=8 * config.q_blocks, num_workers=multiprocessors)
+        teams.append(_wide_team(team, None if many != config.rows else config, beta_rows))
     if wide is not None:
         section = SECTION_BYTES // key_bytes
         fixed = PASS_TILES * wide.kv_tile
-        teams.append(
-            Team(name=HOPPER, first_class=1, num_workers=multiprocessors, fixed=fixed, section=section)
-        )
+        team = Team(name=HOPPER, first_class=1, num_workers=multiprocessors, fixed=fixed, section=section)
+        teams.append(_beside_decode(team, spec, wide, key_bytes) if config.q_blocks else team)
     return Traits(
         name=f"cuda-sm{multiprocessors}",
         num_workers=multiprocessors * (decode_groups(spec) if config.q_blocks else config.ctas_per_sm),
@@ -246,4 +275,10 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         beta_rows=beta_rows,
         fixed=64.0,
         teams=tuple(teams),
+        # Sharing is weighed where it was measured (performance.md, E8).
+        launch=LAUNCH * BYTES / (key_bytes * multiprocessors * DECODE_GROUPS)
+        if hopper and config.q_blocks
+        else 0.0,
+        state=8.0 * (spec.head_dim_vo + 2) / key_bytes,
+        repeated=0.5,
     )

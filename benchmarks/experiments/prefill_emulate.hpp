@@ -485,10 +485,10 @@ struct Wgmma {
     for (int j = 0; j < N / 8; ++j)
       for (int e = 0; e < 2; ++e) {
         for (int k = 0; k < 16; ++k) bk[k] = element(b, 8 * j + 2 * t + e, k, tb);
-        for (int h = 0; h < 2; ++h) {
-          float sum = add ? d[4 * j + 2 * h + e] : 0.0f;
-          for (int k = 0; k < 16; ++k) sum += a(h, k) * bk[k];
-          d[4 * j + 2 * h + e] = sum;
+        for (int h = 0; h < 2; ++h) {  // as emulated_cuda.h: 16 products and the accumulator, rounded once
+          double sum = 0;
+          for (int k = 0; k < 16; ++k) sum += static_cast<double>(a(h, k)) * bk[k];
+          d[4 * j + 2 * h + e] = static_cast<float>(sum + (add ? d[4 * j + 2 * h + e] : 0.0f));
         }
       }
   }

@@ -39,6 +39,8 @@ class Planner {
   void mark_rows();
   int crew_of(const Tile& tile) const;
   bool form_crews(int64_t& needed);
+  void overlap();
+  double whole_cost(const Crew& crew) const;
   void find_sections(const Crew& crew);
   void best_candidate(Crew& crew);
   void keep_if_better(Crew& crew, Candidate& c);
@@ -358,7 +360,7 @@ void Planner::make_items(const Crew& crew, Candidate& c, int32_t heads, double l
   }
   c.count = n;
   c.longest = longest;
-  c.mean = total / crew.traits->num_workers;
+  c.mean = total / crew.workers;
 }
 
 void Planner::assign_lpt(const Crew& crew, Candidate& c) {
@@ -371,29 +373,29 @@ void Planner::assign_lpt(const Crew& crew, Candidate& c) {
       sections[i] = int32_t((t.before + item.head * t.list_keys) / crew.traits->section);
     }
   }
-  c.makespan = longest_first.assign(c.costs.get(), sections, c.count, crew.traits->num_workers);
+  c.makespan = longest_first.assign(c.costs.get(), sections, c.count, crew.workers);
   deal(crew, c, longest_first.order(), longest_first.worker_of());
 }
 
 // Items to their workers' ranges, in the order given (null: by id); worker_at says whose each is.
 void Planner::deal(const Crew& crew, Candidate& c, const int32_t* in_order, const int32_t* worker_at) {
-  const size_t n = c.count, workers = size_t(crew.traits->num_workers);
+  const size_t n = c.count, workers = size_t(crew.workers);
   at_worker.assign(workers, 0);
   for (size_t i = 0; i < n; ++i) at_worker[size_t(worker_at[i])] += 1;
-  c.worker_indptr.resize(workers + 1);
+  c.worker_indptr.resize(size_t(crew.traits->num_workers) + 1);
   int32_t sum = 0;
   for (size_t w = 0; w < workers; ++w) {
     c.worker_indptr[w] = sum;
     sum += at_worker[w];
     at_worker[w] = c.worker_indptr[w];
   }
-  c.worker_indptr[workers] = sum;
+  std::fill(c.worker_indptr.begin() + ptrdiff_t(workers), c.worker_indptr.end(), sum);
   int32_t* order = c.order.need(n);
   for (size_t i = 0; i < n; ++i) order[at_worker[size_t(worker_at[i])]++] = in_order ? in_order[i] : int32_t(i);
 }
 
 void Planner::assign_to(const Crew& crew, Candidate& c, bool by_request) {
-  const int32_t workers = crew.traits->num_workers;
+  const int32_t workers = crew.workers;
   int32_t* worker_at = worker_of.need(c.count);
   for (size_t i = 0; i < c.count; ++i) {
     const Tile& t = tiles[size_t(c.items.get()[i].tile)];
@@ -437,7 +439,35 @@ bool Planner::form_crews(int64_t& needed) {
     needed += crew.base_slots;
     if (crew.traits->section) find_sections(crew);
   }
+  overlap();
   return needed <= pr->max_slots;
+}
+
+double Planner::whole_cost(const Crew& crew) const {
+  double sum = 0.0;
+  for (size_t i = crew.begin; i < crew.end; ++i) sum += tiles[i].heads() * unit_cost(crew, tiles[i], tiles[i]);
+  return sum;
+}
+
+// How many workers of the last team have items, so that the others' kernels run beside it.
+void Planner::overlap() {
+  for (int k = 0; k < tr->num_crews; ++k) crews[k].workers = tr->crews[k].num_workers;
+  Crew& last = crews[tr->num_crews - 1];
+  const attnrt_crew& team = *last.traits;
+  if (tr->num_crews < 2 || team.overlap <= 0.0) return;
+  const double work = whole_cost(last) * team.unit;
+  double mine = 0.0;
+  for (int k = 0; k + 1 < tr->num_crews; ++k)
+    mine = mine + whole_cost(crews[k]) * tr->crews[k].unit / tr->crews[k].num_workers;
+  if (mine <= 0.0 || work <= 0.0) return;
+  double best = std::numeric_limits<double>::infinity();
+  for (int32_t workers = 1; workers <= team.num_workers; ++workers) {
+    const double alone = work / workers;
+    const double done =
+        alone * std::min(1.0, double(team.num_workers - workers) / (team.overlap * team.num_workers));
+    const double end = mine <= done ? alone : alone + (mine - done);
+    if (end < best) best = end, last.workers = workers;
+  }
 }
 
 // Lists lie one after the other: how many keys come before each tile's.
@@ -466,7 +496,7 @@ void Planner::best_candidate(Crew& crew) {
     }
     total += t.keys() * t.heads();
   }
-  const int32_t workers = crew.traits->num_workers;
+  const int32_t workers = crew.workers;
   const bool lpt = pr->mode == 0;
   const double limit = lpt ? double(total) / workers : std::numeric_limits<double>::infinity();
   const int32_t heads = pr->num_kv_heads, most = lpt && tr->split_heads ? heads : 1;

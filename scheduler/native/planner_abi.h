@@ -3,7 +3,7 @@
 // formats/base.py.
 
 // Raised with every change below, so that Python notices a library built before it.
-enum { ATTNRT_PLANNER_ABI = 5 };
+enum { ATTNRT_PLANNER_ABI = 6 };
 
 // One part of the index.
 typedef struct {
@@ -50,6 +50,7 @@ typedef struct {
 // Workers that share a kernel, and their costs.
 typedef struct {
   double alpha, beta, beta_rows, fixed;
+  double unit, overlap;
   int64_t section;  // keys times KV heads of a section, 0: none
   int32_t num_workers;
   int32_t first_class, rows;  // it takes tiles of classes from here on with more query-head rows than so many

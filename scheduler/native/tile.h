@@ -64,6 +64,7 @@ struct Candidate {
 // Workers that share a kernel: tiles begin .. end are theirs, and partial slots from first_slot on.
 struct Crew {
   const attnrt_crew* traits = nullptr;
+  int32_t workers = 0;  // that may have items
   size_t begin = 0, end = 0;
   int64_t first_slot = 0, last_slot = 0;  // one past the last that they may use
   int64_t base_slots = 0;                 // of tiles that are not cut

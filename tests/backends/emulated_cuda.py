@@ -110,10 +110,14 @@ class EmulatedKernel:
             groups = tables.decode_groups(self.spec) if name == render.DECODE else 1
             self._launch(name, -(-workers // groups), call)
         if pack.has_items(plan, tables.WIDE):
-            first, end = plan.traits.workers_of(tables.WIDE)
-            self._launch(render.ATTEND, end - first, call)
+            self.launch_many(call)
         address, count = call.loaded.counters
         assert not any(ctypes.string_at(address, 4 * count)), "a counter is left"
+
+    def launch_many(self, call: Any) -> None:
+        """Items of many rows."""
+        first, end = call.loaded.plan.traits.workers_of(tables.WIDE)
+        self._launch(render.ATTEND, end - first, call)
 
     def merge(self, call: Any) -> None:
         if not self._merges(call.loaded.plan):
@@ -138,6 +142,7 @@ class EmulatedCuda:
 
     def traits(self, spec: Any, features: Any, device: Any, deterministic: str = "batch") -> Any:
         traits = tables.traits_for(spec, self.multiprocessors, deterministic)
+        traits = replace(traits, launch=0.0)  # what is shared stays shared, however small
         return traits if self.decode is None else replace(traits, teams=())
 
     def compile(self, spec: Any, features: Any, device: Any) -> EmulatedKernel:

@@ -6,7 +6,9 @@ fibers, asynchronous work at random moments), the others by emulated_cuda.py. bf
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,23 @@ extern "C" int emulate_hopper(const void* args, unsigned seed, int* by_boxes) {
 """
 
 
-def hopper_text(spec: Any) -> str:
-    """The rendered text of a spec's Hopper kernel for g++, without its entry point."""
-    text = render.render(spec, render.HOPPER_BOXES_FOLD)
+_RUN_WIDE = """
+extern "C" int emulate_wide(const void* args, unsigned seed) {
+  const auto& launch = *static_cast<const attnrt::Launch*>(args);
+  emu::rng = seed;
+  for (blockIdx.x = 0; blockIdx.x < launch.run.plan->wide_workers; ++blockIdx.x)
+    if (!emu::run(attnrt::WideLayout<attnrt::Config, attnrt::Variant>::kThreads, [&] {
+          attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, emu::smem);
+        }))
+      return 0;
+  return 1;
+}
+"""
+
+
+def hopper_text(spec: Any, kernel: str = render.HOPPER_BOXES_FOLD) -> str:
+    """The rendered text of a spec's Hopper or wide kernel for g++, without its entry point."""
+    text = render.render(spec, kernel)
     for name in ("ptx.cuh", "kernels/hopper_ptx.cuh"):
         own = render._INCLUDE.sub("", (render._ROOT / name).read_text().replace("#pragma once\n", ""))
         before, found, after = text.partition(own.strip())
@@ -58,7 +74,9 @@ static inline unsigned emu_mul_half2(unsigned a, unsigned b) {
   return lo | static_cast<unsigned>(emu_to_half(emu_from_half(a >> 16) * emu_from_half(b >> 16))) << 16;
 }
 """
-    return f"{head}\n{helpers}{text[: text.index('static_assert(sizeof(attnrt::KvMaps)')]}{_RUN}"
+    wide = kernel == render.WIDE
+    entry = text.index('extern "C" __device__' if wide else "static_assert(sizeof(attnrt::KvMaps)")
+    return f"{head}\n{helpers}{text[:entry]}{_RUN_WIDE if wide else _RUN}"
 
 
 class HopperKernel(EmulatedKernel):
@@ -66,7 +84,16 @@ class HopperKernel(EmulatedKernel):
 
     def __init__(self, spec: Any, backend: EmulatedHopper) -> None:
         super().__init__(spec, backend)
-        self.hopper = build(hopper_text(spec), FLAGS)
+        self.hopper = functools.cache(lambda: build(hopper_text(spec), FLAGS))
+        self.wide = functools.cache(lambda: build(hopper_text(spec, render.WIDE), FLAGS))
+
+    def launch_many(self, call: Any) -> None:
+        if not tables.takes_wide(self.spec):
+            return super().launch_many(call)
+        args = pack.fill_run(call, self.itemsize) + (call.params.table.tobytes() or bytes(64))
+        buffer = (ctypes.c_char * (len(args) + 16)).from_buffer_copy(args + bytes(16))
+        done = self.wide().emulate_wide(ctypes.byref(buffer), self.backend.seed)
+        assert done, "the threads of a CTA wait for each other in vain"
 
     def attend(self, call: Any) -> None:
         plan = call.loaded.plan
@@ -87,7 +114,7 @@ class HopperKernel(EmulatedKernel):
         first = -memory.ctypes.data % 64
         memory[first : first + len(packed)] = np.frombuffer(packed, np.uint8)
         by_boxes = ctypes.c_int()
-        done = self.hopper.emulate_hopper(
+        done = self.hopper().emulate_hopper(
             ctypes.c_void_p(memory.ctypes.data + first), self.backend.seed, ctypes.byref(by_boxes)
         )
         assert done, "the threads of a CTA wait for each other in vain"
@@ -104,7 +131,7 @@ class EmulatedHopper(EmulatedCuda):
         self.boxes, self.seed, self.seen = boxes, seed, []
 
     def traits(self, spec: Any, features: Any, device: Any, deterministic: str = "batch") -> Any:
-        return tables.traits_for(spec, self.multiprocessors, deterministic, hopper=True)
+        return replace(tables.traits_for(spec, self.multiprocessors, deterministic, hopper=True), launch=0.0)
 
     def compile(self, spec: Any, features: Any, device: Any) -> HopperKernel:
         if spec not in self._kernels:

@@ -13,12 +13,14 @@ from attnrt.backends.cuda.render import (
     HOPPER,
     MERGE,
     THREADS,
+    WIDE,
     entry_names,
     render,
     threads_of,
     waits,
 )
-from attnrt.backends.cuda.tables import decode_groups, hopper_config, tile_config, traits_for
+from attnrt.backends.cuda.tables import WIDE as WIDE_TEAM
+from attnrt.backends.cuda.tables import WIDE_CTAS, decode_groups, hopper_config, tile_config, traits_for
 from attnrt.errors import CompileError
 from attnrt.variants import compose
 
@@ -121,6 +123,32 @@ def test_the_hopper_kernel(name):
         assert not nvrtc.warnings_of(log), log
 
 
+#: The same of the wide kernel; what spills is the loading warps', which live in 64 registers.
+WIDE_SPECS = {
+    "bf16 128": ({}, 96),
+    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, 96),
+    "window, softcap": (
+        {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0), v.sink_logits(-1.0))},
+        184,
+    ),
+    "alibi": ({"variant": (v.causal(), v.alibi())}, 104),
+    "sigmoid, mask": ({"variant": (v.custom_mask(), v.sigmoid())}, 96),
+}
+
+
+@pytest.mark.parametrize("name", WIDE_SPECS)
+def test_the_wide_kernel(name):
+    changes, most = WIDE_SPECS[name]
+    s = spec(**changes)
+    source = render(s, WIDE)
+    assert waits(source, (WIDE,))
+    _, log = nvrtc.compile_source(source, "sm_90a", name)
+    used = nvrtc.resources(log)[WIDE]
+    assert used.registers * threads_of(s, WIDE) * WIDE_CTAS <= REGISTERS
+    assert used.spilled <= most, used
+    assert not nvrtc.warnings_of(log), log
+
+
 def test_which_specs_the_hopper_kernel_takes():
     """And that nothing else decides: a request's bits are its spec's and its length's."""
     takes = [name for name in SPECS if hopper_config(spec(**SPECS[name])) is not None]
@@ -141,7 +169,9 @@ def test_which_specs_the_hopper_kernel_takes():
         classes = traits_for(s, 132, "batch", hopper=True).classes
         wide = hopper_config(s) or tile_config(s)
         assert [c.kv_tile for c in classes[1:]] == [wide.kv_tile] * 2
-        assert traits_for(s, 132, "token", hopper=True) == traits_for(s, 132, "token")
+        token = traits_for(s, 132, "token", hopper=True)
+        assert [c.kv_tile for c in token.classes] == [c.kv_tile for c in traits_for(s, 132, "token").classes]
+        assert all(team.name == WIDE_TEAM for team in token.teams)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -35,7 +35,7 @@ attn.plan(paged((1, 3), (900, 70)))  # cut rows
 assert kinds()[-2:] == ["copy", "record"]
 attn.run(q, kv, out=out, lse=lse)
 lines = trace()
-assert [line.split()[2] for line in lines] == ["attnrt_decode", "attnrt_attend", "attnrt_merge"], lines
+assert [line.split()[2] for line in lines] == ["attnrt_wide", "attnrt_decode", "attnrt_merge"], lines
 """)
 
 
@@ -57,8 +57,8 @@ q, kv, out, lse = arrays(s, 4, pages=512)
 attn = new()
 assert asked == []
 decode, mixed, cut = paged((1, 1, 1, 1), (40, 70, 3, 9)), paged((1, 3)), paged((2, 2), (900, 70))
-order = ["attnrt_decode", "attnrt_attend"]  # the decode kernel merges what is cut, mixed has no cuts
-# The tile kernel has what is too wide for the decode kernel.
+order = ["attnrt_decode", "attnrt_wide"]  # the decode kernel merges what is cut, mixed has no cuts
+# The wide kernel has what is too wide for the decode kernel.
 for index, count in ((decode, 1), (cut, 1), (mixed, 2), (decode, 2), (cut, 2)):
     attn.plan(index)
     assert asked == order[:count], (asked, count)
@@ -68,8 +68,8 @@ new().prepare(cut)
 assert asked == ["attnrt_decode"]
 hopper = ["attnrt_hopper_boxes_fold", "attnrt_hopper_gather_fold"]
 for limits, kernels in (
-    (at.Limits(8, 32, 256), ["attnrt_decode", "attnrt_attend", *hopper, "attnrt_merge"]),
-    (at.Limits(8, 32, 256, max_qo_len=3), ["attnrt_decode", "attnrt_attend", "attnrt_merge"]),
+    (at.Limits(8, 32, 256), [hopper[0], "attnrt_wide", "attnrt_decode", hopper[1], "attnrt_merge"]),
+    (at.Limits(8, 32, 256, max_qo_len=3), ["attnrt_wide", "attnrt_decode", "attnrt_merge"]),
     (at.Limits(8, 32, 256, max_qo_len=2), ["attnrt_decode"]),
     (at.Limits(8, 16, 256), ["attnrt_decode"]),
 ):
@@ -85,9 +85,9 @@ gc.collect()
 held = sum(isinstance(x, DriverModule) for x in gc.get_objects())
 at.warmup([s], backend=cuda)
 gc.collect()  # a shared library that nobody holds is closed, with its kernels
-assert sum(isinstance(x, DriverModule) for x in gc.get_objects()) == held + 7
+assert sum(isinstance(x, DriverModule) for x in gc.get_objects()) == held + 8
 hopper = sorted([*hopper, "attnrt_hopper_boxes", "attnrt_hopper_gather"])
-assert sorted(asked) == ["attnrt_attend", "attnrt_decode", *hopper, "attnrt_merge"]
+assert sorted(asked) == ["attnrt_attend", "attnrt_decode", *hopper, "attnrt_merge", "attnrt_wide"]
 """)
 
 
@@ -103,13 +103,13 @@ def launched(index, size=16, attn=None):
     attn.run(q, kv, out=out, lse=lse)
     found = [tuple(line.split()[2:]) for line in trace() if line.startswith("launch")]
     return [(name.removeprefix("attnrt_"), int(grid)) for name, grid in found]
-boxes, gather, tile = ("hopper_boxes", 132), ("hopper_gather", 132), ("attend", 264)
+boxes, gather, wide = ("hopper_boxes", 132), ("hopper_gather", 132), ("wide", 264)
 decode = ("decode", 264)  # two groups to a CTA in the fake
 assert launched(paged((17, 40), (40, 70))) == [boxes]
-assert launched(paged((1, 40), (40, 70))) == [decode, boxes]
-assert launched(paged((5, 40), (40, 70))) == [tile, boxes]
-assert launched(paged((1, 5, 40), (9, 40, 70))) == [decode, tile, boxes]
-assert launched(paged((16, 16), (40, 70))) == [tile]
+assert launched(paged((1, 40), (40, 70))) == [boxes, decode]
+assert launched(paged((5, 40), (40, 70))) == [boxes, wide]
+assert launched(paged((1, 5, 40), (9, 40, 70))) == [boxes, wide, decode]
+assert launched(paged((16, 16), (40, 70))) == [wide]
 assert launched(paged((60,), (5000,))) == [("hopper_boxes", 132), ("merge", 120)]
 one = at.Attention(s, backend=cuda, scheduler="round_robin")  # nothing is cut
 assert launched(paged((60,), (5000,)), attn=one) == [("hopper_boxes_fold", 132)]
@@ -129,7 +129,7 @@ trace()
 attn.run(q, kv, out=at.empty((60, 8, 64), s.q_dtype, "cuda:0"))
 assert [line.split()[2] for line in trace() if "launch" in line] == ["attnrt_hopper_boxes"]
 token = at.Attention(s, backend=cuda, deterministic="token")
-assert launched(paged((17, 40), (40, 70)), attn=token) == [decode, tile]
+assert launched(paged((17, 40), (40, 70)), attn=token) == [wide, decode]
 """)
 
 
@@ -183,7 +183,7 @@ for again in range(2):
     attn.run(q, kv, out=out, lse=lse, stream=9)
     lines = trace()  # everything that a later plan may need, and nothing that allocates, waits or copies
     assert [line.split()[2:] for line in lines] == [
-        ["attnrt_decode", "264"], ["attnrt_attend", "264"], ["attnrt_hopper_boxes_fold", "132"],
+        ["attnrt_hopper_boxes_fold", "132"], ["attnrt_wide", "264"], ["attnrt_decode", "264"],
         ["attnrt_hopper_gather_fold", "132"], ["attnrt_merge", "528"]
     ], lines
 with pytest.raises(at.CaptureError):
@@ -197,7 +197,7 @@ driver.fake_capture(ctypes.c_void_p(9), 1)
 trace()
 short.run(q, kv, out=out, lse=lse, stream=9)
 driver.fake_capture(ctypes.c_void_p(9), 0)
-assert [line.split()[2] for line in trace() if "launch" in line] == ["attnrt_decode", "attnrt_attend", "attnrt_merge"]
+assert [line.split()[2] for line in trace() if "launch" in line] == ["attnrt_wide", "attnrt_decode", "attnrt_merge"]
 with pytest.raises(at.LimitError, match="max_qo_len"):
     short.plan(paged((17, 1)))
 """)

@@ -53,8 +53,9 @@ def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, **more):
         own = {"num_workers": 1 + workers // 3, "beta": 1.25, "fixed": 5.0}
         teams.append(Team(name="wide", first_class=0, rows=wide, **own))
     if team is not None:
-        first, section = team
+        first, section, *overlap = team
         own = {"num_workers": 1 + workers // 2, "beta": 1.5, "fixed": 7.0, "section": section}
+        own |= {"unit": 0.75, "overlap": overlap[0]} if overlap else {}
         teams.append(Team(name="team", first_class=first, **own))
     numbers["teams"] = tuple(teams)
     return Traits(name="test", num_workers=workers, classes=classes, **numbers)
@@ -203,7 +204,7 @@ def cases(draw, heads=(1, 2), share=(False, True)):
         scheduler=draw(st.sampled_from(["lpt", "round_robin", "one_cta_per_request"])),
         max_slots=None if composite is not None else draw(st.sampled_from([None, 0, 3])),
         pad=draw(st.integers(0, 2)),
-        team=draw(st.sampled_from([None, (1, 0), (1, 300), (2, 64), (2, 1)])),
+        team=draw(st.sampled_from([None, (1, 0), (1, 300), (2, 64), (2, 1), (1, 0, 0.5), (1, 64, 0.25)])),
         wide=draw(st.sampled_from([None, 0, 2, 5])),
     )
 

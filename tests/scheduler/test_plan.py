@@ -260,3 +260,20 @@ def test_a_team_takes_its_classes_section_by_section():
         assert order == sorted(order) and len({section for section, _ in order}) == 4
     flat = make_plan(s, index, replace(machine, teams=(replace(machine.teams[0], section=0),)))
     assert flat.digest != plan.digest
+
+
+def test_a_team_leaves_workers_to_the_others():
+    """With ``overlap`` as few workers of the last team have items as cost no time; it is alone where the others have nothing."""
+    s = plan_cases.spec(qo_heads=8, kv_heads=4, right=0)
+    machine = plan_cases.traits(40, team=(1, 0, 0.5))
+    first, end = machine.workers_of("team")
+    used = []
+    for decodes, prompts in ((0, 6), (1, 6), (40, 6), (40, 0)):
+        index = plan_cases.paged([1] * decodes + [100] * prompts, [300] * decodes + [200] * prompts)
+        plan = make_plan(s, index, machine)
+        verify_plan(plan)
+        used.append(int((np.diff(plan.work.worker_indptr[first : end + 1]) > 0).sum()))
+        assert (np.diff(plan.work.worker_indptr[first : end + 1]) > 0).tolist() == [True] * used[-1] + [
+            False
+        ] * (end - first - used[-1])
+    assert used[0] == end - first >= used[1] > used[2] > used[3] == 0

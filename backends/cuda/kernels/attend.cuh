@@ -13,6 +13,7 @@
 #include "convert.cuh"
 #include "finish.cuh"
 #include "loader.cuh"
+#include "masks.cuh"
 
 namespace attnrt {
 
@@ -275,20 +276,8 @@ class Attend {
   template <class Row>
   __device__ __forceinline__ bool seen(const unsigned char* mask, int r, const Row& row, Ctx& c, int key,
                                        int tile) const {
-    const int pos = meta_.pos[stage_][key];
-    bool yes = pos != kDeadKey && pos >= meta_.low[r] && pos <= meta_.high[r] && tile + key < meta_.limit[r];
-    if constexpr (!Variant::mask_is_interval) {
-      c.kv_pos = pos;
-      c.kv_slot = meta_.slot[stage_][key];
-      yes = yes && Variant::mask(params_, row, c);
-    }
-    if constexpr (Variant::reads_index_mask) {
-      if (yes && meta_.mask_bit[r] != kNoMask && tile + key >= meta_.mask_from[r]) {
-        const long long bit = meta_.mask_bit[r] + tile + key;
-        yes = mask[bit >> 3] >> (bit & 7) & 1;
-      }
-    }
-    return yes;
+    return sees<Variant>(params_, meta_, mask, r, row, c, meta_.pos[stage_][key], tile + key,
+                         [&] { return meta_.slot[stage_][key]; });
   }
 
   __device__ __forceinline__ void row_maxima(const float (&s)[kMB][kNS][4]) {

@@ -18,6 +18,7 @@
 #include "attnrt_variant.h"
 #include "decode_loader.cuh"
 #include "finish.cuh"
+#include "masks.cuh"
 
 namespace attnrt {
 
@@ -297,20 +298,8 @@ class Decode {
   template <class Row>
   __device__ __forceinline__ bool seen(const Rows& rows, const unsigned char* mask, int r, const Row& row, Ctx& c,
                                        int key, const int4& span) const {
-    const int tile = span.w, pos = span.z & kDense ? span.x + key : table().pos[key];
-    bool yes = pos != kDeadKey && pos >= rows.low[r] && pos <= rows.high[r] && tile + key < rows.limit[r];
-    if constexpr (!Variant::mask_is_interval) {
-      c.kv_pos = pos;
-      c.kv_slot = table().slot[key];
-      yes = yes && Variant::mask(params_, row, c);
-    }
-    if constexpr (Variant::reads_index_mask) {
-      if (yes && rows.mask_bit[r] != kNoMask && tile + key >= rows.mask_from[r]) {
-        const long long bit = rows.mask_bit[r] + tile + key;
-        yes = mask[bit >> 3] >> (bit & 7) & 1;
-      }
-    }
-    return yes;
+    const int pos = span.z & kDense ? span.x + key : table().pos[key];
+    return sees<Variant>(params_, rows, mask, r, row, c, pos, span.w + key, [&] { return table().slot[key]; });
   }
 
   __device__ __forceinline__ void maxima(const float (&s)[kN][4]) const {

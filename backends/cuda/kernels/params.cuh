@@ -14,7 +14,7 @@
 
 namespace attnrt {
 
-// First statement of every kernel: all are launched so that their CTAs may start while the kernel before ends (sm_90).
+// Waits for the end of the kernel before: all are launched so that their CTAs may start while it runs (sm_90).
 __device__ __forceinline__ void wait_for_predecessors() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -164,7 +164,22 @@ struct RunParams {
   long long lse_stride_row, lse_stride_head;
   float sm_scale;
   int num_qo_heads;
+  int first;  // 1: this is the first kernel of the run
+  int pad;
 };
+
+// Kernels of a run that want nothing of each other overlap: the first of them waits for what came before the run and
+// then lets the next one start, which so need not wait. But nobody may take a run for done before all of it is: the
+// last CTA of a kernel that has not waited at its start waits at its end.
+__device__ __forceinline__ void begin_run(const RunParams& p) {
+  if (p.first) wait_for_predecessors();
+  release_dependents();
+}
+__device__ __forceinline__ void end_run(const RunParams& p) {
+#if __CUDA_ARCH__ >= 900
+  if (!p.first && blockIdx.x == gridDim.x - 1) wait_for_predecessors();
+#endif
+}
 
 // Asks for the plan in L2: its header, and what lies before it and behind the first items of the plan's workers, eight
 // lines each way for each CTA. A short kernel would otherwise wait for memory once for every link of header, item, list

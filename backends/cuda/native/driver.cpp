@@ -358,9 +358,13 @@ int attnrt_cuda_run(const attnrt_run_t* run, uint64_t q, uint64_t k, uint64_t v,
     r = cu.TensorMapReplaceAddress(args + run->at_maps, reinterpret_cast<void*>(k));
     if (!r) r = cu.TensorMapReplaceAddress(args + run->at_maps + 128, reinterpret_cast<void*>(v));
   }
+  int first = 1;
   for (int i = 0; !r && i < run->num_launches; ++i) {
     const unsigned grid = capturing ? run->launches[i].grid : run->eager_grid[i];
-    if (grid) r = enqueue(run->launches[i], grid, args, stream);
+    if (!grid) continue;
+    if (run->at_first) memcpy(args + run->at_first, &first, sizeof first);
+    r = enqueue(run->launches[i], grid, args, stream);
+    first = 0;
   }
   return r;
 }

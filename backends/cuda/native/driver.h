@@ -82,6 +82,7 @@ typedef struct {
   int forbid_capture;        // under capture launch nothing and return ATTNRT_CAPTURING
   int aligned_k, aligned_v;  // the strides allow 16-byte copies
   int at_q, at_k, at_v, at_out, at_lse, at_scale, at_vectors_k, at_vectors_v;
+  int at_first;  // 1 is written there for the first launch and 0 for later ones, which overlap with it; 0: nothing is
   int at_maps;  // tensor maps of K and V, one behind the other, whose addresses change with theirs; 0: none
   char* args;   // on a multiple of 64 bytes
 } attnrt_run_t;

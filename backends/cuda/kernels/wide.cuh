@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: Apache-2.0
+// The wide kernel (sm_90): rows of the decode class in tiles of up to 64, of one request (drafts) or of many that share
+// keys, so that K and V are read once for all of them. A warpgroup multiplies (wgmma, queries on M), four warps load
+// (wide_loader.cuh); two CTAs share an SM, each with 80 KB of stages, so that one computes while the other waits.
+//
+// A row has the bits that the tile and decode kernels give it: tiles of 64 keys, k-steps of 16 in the same order (E1:
+// the instruction does not matter), the same exponentials, and their sums in the same order: a lane there adds keys 2t,
+// 2t + 1, 2t + 8, 2t + 9 of its warp's sixteen, and so does a lane here, which holds all four sixteens of a tile and
+// keeps a sum for each.
+//
+// A lane (g = lane / 4, t = lane % 4) holds rows g and g + 8 of its warp's sixteen; of S keys 8j + 2t (+1), of O
+// columns 8j + 2t (+1).
+#pragma once
+#include "attnrt_variant.h"
+#include "finish.cuh"
+#include "masks.cuh"
+#include "wide_loader.cuh"
+
+namespace attnrt {
+
+template <class Config, class Variant>
+class Wide {
+  using L = WideLayout<Config, Variant>;
+  using M = WideMeta<L, Variant>;
+  using Rows = WideRows<Variant>;
+  using Loader = WideLoader<Config, Variant>;
+  static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
+  static constexpr int kS = L::kTile / 2;  // registers of scores: row g: 4j, 4j + 1, row g + 8: 4j + 2, 4j + 3
+  static constexpr int kO = L::kDim / 2;
+  static constexpr int kSixteens = L::kTile / 16;
+
+  struct Sums {  // of two rows
+    float m[2], l[2];
+  };
+
+ public:
+  __device__ __forceinline__ Wide(const RunParams& p, const ParamRef* params, char* smem)
+      : p_(p), params_(params), smem_(smem), base_(ptx::smem_addr(smem)), meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
+    lane_ = threadIdx.x % 32;
+    group_ = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
+    warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+  }
+
+  // Tile by tile, pass by pass, until the loaders say that it was the last one.
+  __device__ __forceinline__ void run() {
+    stage_ = phase_ = table_ = 0;
+    float o[kO];
+#pragma unroll
+    for (int i = 0; i < kO; ++i) o[i] = 0.0f;
+    Sums total;
+    unsigned q[L::kDim / 16][4];
+    float m[2] = {neg_inf(), neg_inf()}, l[2][kSixteens] = {};
+    int leaf = 0;
+    bool add = false, fresh = true;  // O holds something of this leaf; Q is still to be read
+#pragma unroll 1
+    for (;;) {
+      wait_full();
+      const int flags = meta_.span[table_][0].z;
+      if (flags & kWideOver) return;
+      const bool idle = group_ * 64 >= meta_.pass.rows;
+      if (fresh) load_q(q);
+      fresh = false;
+      if (idle) {  // no rows of this pass are this warpgroup's
+        release();
+        wait_full();
+        release();
+      } else {
+        float s[kS];
+        unsigned w[kS / 2];
+        multiply_scores(s, q);
+        release();
+        if (whole()) {
+          weights<true>(s, w, o, m, l, add);
+        } else {
+          weights<false>(s, w, o, m, l, add);
+        }
+        wait_full();
+        multiply_values(o, w);
+        release();
+      }
+      add = true;
+      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+      if (!(flags & kWideEndsLeaf)) continue;
+      const bool ends = flags & kWideEndsPass;
+      if (!idle) close(total, m, l, o, leaf, ends);
+      add = false;
+      ++leaf;
+      if (!ends) continue;
+      leaf = 0;
+      fresh = true;
+      __syncwarp();
+      if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.spare));
+    }
+  }
+
+ private:
+  // A stage's bytes are there, for the tensor cores too.
+  __device__ __forceinline__ void wait_full() const {
+    ptx::mbar_wait(ptx::smem_addr(&meta_.full[stage_]), phase_);
+    ptx::fence_proxy_async();
+  }
+
+  // This warp has read the stage.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.empty[stage_]));
+    if (++stage_ == L::kStages) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+  // Q of this warp's rows as operands of the products.
+  __device__ __forceinline__ void load_q(unsigned (&q)[L::kDim / 16][4]) const {
+#pragma unroll
+    for (int i = 0; i < L::kDim / 16; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        q[i][j] = *reinterpret_cast<const unsigned*>(
+            smem_ + L::template place_of<L::kSlabQ>(row_of(j % 2), 2 * i + j / 2) + lane_ % 4 * 4);
+    sync();  // where Q lay, folded accumulators will
+  }
+
+  // Of the warps that compute.
+  __device__ __forceinline__ static void sync() { ptx::bar_sync(1, 128 * L::kGroups); }
+
+  __device__ __forceinline__ void multiply_scores(float (&s)[kS], const unsigned (&q)[L::kDim / 16][4]) const {
+    const unsigned long long k = ptx::desc_sw128(base_ + L::kOffsetStages + stage_ * L::kStageBytes, 0, 1024);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < L::kDim / 16; ++i)
+      ptx::Wgmma<kH, L::kTile>::template rs<0>(s, q[i], ptx::desc_add(k, i / 4 * L::kSlabKv + i % 4 * 32), i > 0);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(s);
+  }
+
+  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2]) const {
+    const unsigned long long v = ptx::desc_sw128(base_ + L::kOffsetStages + stage_ * L::kStageBytes, L::kSlabKv, 1024);
+    ptx::wgmma_pin(o);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < L::kTile / 16; ++i) {
+      const unsigned a[4] = {w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]};
+      ptx::Wgmma<kH, L::kDim>::template rs<1>(o, a, ptx::desc_add(v, i * 2048), 1);
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(o);
+  }
+
+  // ------------------------------------------------------------------ rows
+  // Row of the pass, and the table that this warp's sixteen lie in.
+  __device__ __forceinline__ int row_of(int half) const { return group_ * 64 + warp_ * 16 + half * 8 + lane_ / 4; }
+  __device__ __forceinline__ const Rows& rows() const { return meta_.rows[group_ * 2 + warp_ / 2]; }
+  __device__ __forceinline__ int key_of(int i) const { return i / 4 * 8 + lane_ % 4 * 2 + i % 2; }
+
+  // Whether this warp's rows see all keys of the tile: then nothing is tested per element.
+  __device__ __forceinline__ bool whole() const {
+    const Rows& rows = this->rows();
+    int low = 0x7fffffff, high = kDeadKey, live = kWideLive;
+#pragma unroll
+    for (int i = 0; i < L::kLoaders; ++i) {
+      const int4 span = meta_.span[table_][i];
+      low = min(low, span.x);
+      high = max(high, span.y);
+      live &= span.z;
+    }
+    return live && !(Variant::reads_index_mask && rows.any_mask) && Variant::mask_is_interval && low >= rows.low_max &&
+           high <= rows.high_min && meta_.span[table_][0].w + L::kTile <= rows.limit_min;
+  }
+
+  // Scale, variant, mask; the result is a base-2 logit (-inf: unseen), or a weight (0: unseen) without a softmax.
+  template <bool kWhole>
+  __device__ __forceinline__ void logits(float (&s)[kS]) const {
+    const Rows& rows = this->rows();
+    const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
+    const unsigned seen = kWhole ? 0xffffffffu : seen_bits(rows, meta_.span[table_][0].w);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Ctx c;
+      typename Variant::Row row;
+      if constexpr (Variant::has_logits) {
+        c = row_ctx<Config, Variant>(p_, rows, row_of(half) % 32, meta_.pass.head);
+        row = Variant::row(params_, c);
+      }
+#pragma unroll
+      for (int j = 0; j < kS / 4; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int i = 4 * j + 2 * half + e;
+          float& x = s[i];
+          if constexpr (Variant::has_logits) {
+            c.kv_pos = meta_.pos[table_][key_of(i)];
+            c.kv_slot = meta_.slot[table_][key_of(i)];
+          }
+          // What a hook does not read must not be contracted with the difference to come: elsewhere a mask stands between.
+          x = Variant::has_logits ? Variant::logits(params_, row, c, x * scale) : __fmul_rn(x, scale);
+          if constexpr (Variant::has_logits && Variant::use_softmax) x = __fmul_rn(x, kLog2e);
+          if constexpr (!kWhole) {
+            if (!(seen >> i & 1)) x = Variant::use_softmax ? neg_inf() : 0.0f;
+          }
+        }
+    }
+  }
+
+  // Which of this lane's scores are seen, one bit each.
+  __device__ __forceinline__ unsigned seen_bits(const Rows& rows, int tile) const {
+    const unsigned char* mask = Variant::reads_index_mask ? p_.plan->parts[meta_.pass.part].mask : nullptr;
+    unsigned bits = 0;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const int r = row_of(half) % 32;
+      Ctx c;
+      typename Variant::Row row;
+      if constexpr (!Variant::mask_is_interval) {
+        c = row_ctx<Config, Variant>(p_, rows, r, meta_.pass.head);
+        row = Variant::row(params_, c);
+      }
+#pragma unroll 1
+      for (int j = 0; j < kS / 4; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int i = 4 * j + 2 * half + e, key = key_of(i);
+          const bool yes = sees<Variant>(params_, rows, mask, r, row, c, meta_.pos[table_][key], tile + key,
+                                         [&] { return meta_.slot[table_][key]; });
+          bits |= (yes ? 1u : 0u) << i;
+        }
+    }
+    return bits;
+  }
+
+  // ------------------------------------------------------------------ softmax
+  // From scores to P as 16-bit operands under the new running maximum, to which l and O are brought.
+  template <bool kWhole>
+  __device__ __forceinline__ void weights(float (&s)[kS], unsigned (&w)[kS / 2], float (&o)[kO], float (&m)[2],
+                                          float (&l)[2][kSixteens], bool add) const {
+    logits<kWhole>(s);
+    float shrink[2] = {1.0f, 1.0f};
+    if constexpr (Variant::use_softmax) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float chain[4] = {m[half], s[2 * half], s[2 * half + 1], s[2 * half + 4]};
+#pragma unroll
+        for (int i = 3; i < kS / 2; ++i) {
+          float& x = chain[i % 4];
+          x = fmaxf(x, s[i / 2 * 4 + 2 * half + i % 2]);
+        }
+        float top = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+        shrink[half] = exp2_diff(m[half], top);
+        m[half] = top;
+        const float least = top == neg_inf() ? 0.0f : top;  // 2^(-inf - 0) is 0, too
+#pragma unroll
+        for (int b = 0; b < kSixteens; ++b) {
+          float sum = 0.0f;
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            float& x = s[8 * b + n / 2 * 4 + 2 * half + n % 2];
+            x = ptx::ex2(__fsub_rn(x, least));
+            sum = n ? __fadd_rn(sum, x) : x;
+          }
+          l[half][b] = fmaf(l[half][b], shrink[half], sum);
+        }
+      }
+    } else {
+      m[0] = m[1] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kS / 2; ++i) w[i] = ptx::pack2<kH>(s[2 * i], s[2 * i + 1]);
+    if (add && __all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < kO; ++i) o[i] = add ? o[i] * shrink[i / 2 % 2] : 0.0f;
+  }
+
+  // ------------------------------------------------------------------ the end of a leaf
+  // Sums of the leaf's exponentials: the four lanes of a row, then the sixteens in order. Then the leaf is folded,
+  // stored, or, at the end of its pass, its rows are written. O itself stays as it is: the next leaf starts from zero.
+  __device__ __forceinline__ void close(Sums& total, float (&m)[2], float (&l)[2][kSixteens], const float (&o)[kO],
+                                        int leaf, bool ends) const {
+    const WidePass& pass = meta_.pass;
+    Sums sum;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float all = 0.0f;
+      if constexpr (Variant::use_softmax) {
+#pragma unroll
+        for (int b = 0; b < kSixteens; ++b) {
+          float x = l[half][b];
+          x += __shfl_xor_sync(0xffffffffu, x, 1);
+          x += __shfl_xor_sync(0xffffffffu, x, 2);
+          all = b == 0 ? x : all + x;
+          l[half][b] = 0.0f;
+        }
+      }
+      sum.m[half] = m[half];
+      sum.l[half] = all;
+      m[half] = neg_inf();
+    }
+    if (!pass.fold || (leaf == 0 && ends)) return emit(pass, leaf, ends, sum, [&](int i) { return o[i]; });
+    // Number i of this thread's folded accumulator: registers hold O, Q and the scores already.
+    float* const memory = reinterpret_cast<float*>(smem_) + threadIdx.x - 128;
+    constexpr int kStep = 128 * L::kGroups;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Fold f = {sum.m[half], sum.l[half], 0.0f, 1.0f, 2};
+      if (leaf > 0) f = fold_head<Variant::use_softmax>(total.m[half], total.l[half], sum.m[half], sum.l[half]);
+      total.m[half] = f.m;
+      total.l[half] = f.l;
+#pragma unroll
+      for (int i = 2 * half; i < kO; i += 4)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          memory[(i + e) * kStep] = leaf > 0 ? fold_acc(f, memory[(i + e) * kStep], o[i + e]) : o[i + e];
+    }
+    if (ends) emit(pass, 0, ends, total, [&](int i) { return memory[i * kStep]; });
+  }
+
+  // What becomes of a state whose accumulator get(0), get(1), ... are.
+  template <class Get>
+  __device__ __forceinline__ void emit(const WidePass& pass, int leaf, bool ends, const Sums& sum, Get&& get) const {
+    if (pass.slot >= 0) {
+      store_state(pass, pass.fold ? 0 : leaf, sum, get);
+    } else if (ends) {
+      finish(pass, sum, get);
+    }
+  }
+
+  template <class Get>
+  __device__ __forceinline__ void store_state(const WidePass& pass, int leaf, const Sums& sum, Get&& get) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row_of(half), query = (pass.first + r) / Config::group;
+      if (query >= pass.queries) continue;
+      const long long at = (static_cast<long long>(pass.slot) + leaf * pass.queries + query) * p_.num_qo_heads +
+                           rows().qo_head[r % 32];
+      if (lane_ % 4 == 0)
+        reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(sum.m[half], sum.l[half]);
+      float* to = p_.plan->partial_acc + at * L::kDim + lane_ % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < L::kDim / 8; ++j)
+        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(get(4 * j + 2 * half), get(4 * j + 2 * half + 1));
+    }
+  }
+
+  template <class Get>
+  __device__ __forceinline__ void finish(const WidePass& pass, const Sums& sum, Get&& get) const {
+    typedef typename Bits<Config::out_type>::type Element;
+    const Rows& rows = this->rows();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row_of(half) % 32;
+      if (rows.qo_row[r] < 0) continue;
+      const Ctx c = row_ctx<Config, Variant>(p_, rows, r, pass.head);
+      const FinishRow row = finish_head<Variant>(params_, c, sum.m[half], sum.l[half]);
+      if (lane_ % 4 == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
+      Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, 0));
+#pragma unroll
+      for (int j = 0; j < L::kDim / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int col = 8 * j + lane_ % 4 * 2 + e;
+          to[col] = finish_value<Config, Variant>(params_, c, row, col, get(4 * j + 2 * half + e));
+        }
+    }
+  }
+
+  const RunParams& p_;
+  const ParamRef* params_;
+  char* smem_;
+  const unsigned base_;
+  M& meta_;
+  int lane_, group_, warp_;
+  int stage_, phase_, table_;  // at hand
+};
+
+// The kernel: initialises barriers, gives registers to those that compute, starts the roles.
+template <class Config, class Variant>
+__device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* params, char* smem) {
+  using L = WideLayout<Config, Variant>;
+  using M = WideMeta<L, Variant>;
+  using Loader = WideLoader<Config, Variant>;
+  const PlanHeader& plan = *p.plan;
+  if (blockIdx.x >= plan.wide_workers) return;
+  const int worker = plan.num_workers + blockIdx.x;
+  if (plan.worker_indptr[worker] == plan.worker_indptr[worker + 1]) return;
+  M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::kStages; ++i) {
+      ptx::mbar_init(ptx::smem_addr(&meta.full[i]), Loader::kFullCount);
+      ptx::mbar_init(ptx::smem_addr(&meta.empty[i]), 4 * L::kGroups);
+    }
+    ptx::mbar_init(ptx::smem_addr(&meta.spare), 4 * L::kGroups);
+    ptx::mbar_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    ptx::reg_dealloc<64>();
+    Loader(p, params, smem, meta).run(worker);
+  } else {
+    ptx::reg_alloc<192>();
+    Wide<Config, Variant>(p, params, smem).run();
+  }
+}
+
+}  // namespace attnrt

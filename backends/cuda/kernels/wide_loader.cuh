@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loading warps of the wide kernel. All four walk the worker's items (heads, passes over the rows, leaves, tiles)
+// and fill every stage together, 16 keys each; before the first tile of a pass two of them lay out 32 of its rows each,
+// and their Q. Lane l finds the address of key l % 16 of its warp's keys, in K (l < 16) or in V, one tile ahead; then
+// all lanes copy. Every key has an address of its own, so pages of any size cost the same.
+//
+// Copies arrive on a stage's barrier when they land; the computing warps then order their products after them
+// (fence.proxy.async).
+#pragma once
+#include "cursor.cuh"
+#include "loader.cuh"
+#include "rows.cuh"
+#include "wide_layout.cuh"
+
+namespace attnrt {
+
+template <class Config, class Variant>
+class WideLoader {
+  using L = WideLayout<Config, Variant>;
+  using M = WideMeta<L, Variant>;
+  typedef typename Bits<Config::kv_type>::type Element;
+  static constexpr int kKeys = L::kTile / L::kLoaders;  // of a warp
+  static constexpr int kChunks = L::kDim / 8;           // of 16 bytes, in a row
+  static constexpr int kRowsAtOnce = 32 / kChunks;
+
+ public:
+  // Arrivals that fill a stage: every lane's copies, and each warp's tables.
+  static constexpr int kFullCount = 33 * L::kLoaders;
+
+  __device__ __forceinline__ WideLoader(const RunParams& p, const ParamRef* params, char* smem, M& meta)
+      : p_(p), params_(params), smem_(smem), meta_(meta), lane_(threadIdx.x % 32) {
+    warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+    stage_ = table_ = 0;
+    phase_ = spare_phase_ = 1;
+    const unsigned long long strides = p.q_stride_row | p.q_stride_head;
+    q_vectors_ = !((reinterpret_cast<unsigned long long>(p.q) | strides * 2) & 15);
+  }
+
+  __device__ __forceinline__ void run(int worker) {
+    const PlanHeader& plan = *p_.plan;
+    const int end = plan.worker_indptr[worker + 1];
+    WorkItem& item = meta_.item[warp_];
+#pragma unroll 1
+    for (int i = plan.worker_indptr[worker]; i < end; ++i) {
+      constexpr int kFields = sizeof(WorkItem) / sizeof(int);
+      if (lane_ < kFields) reinterpret_cast<int*>(&item)[lane_] = reinterpret_cast<const int*>(plan.work + i)[lane_];
+      __syncwarp();
+      part_ = plan.parts + item.part;
+      const int rows = (item.q_end - item.q_begin) * Config::group;
+#pragma unroll 1
+      for (int head = item.head_begin; head < item.head_end; ++head) {
+        list_.open(*part_, item.row, head);
+        live_end_ = min(item.kv_end, bound_limit(p_, item, *part_));
+#pragma unroll 1
+        for (int first = 0; first < rows; first += L::kRows) pass(item, head, first, rows - first);
+      }
+      __syncwarp();  // all lanes have read the item
+    }
+    ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
+    if (lane_ == 0) meta_.span[table_][warp_] = make_int4(0, 0, kWideOver, 0);
+    arrive();
+  }
+
+ private:
+  // This warp's part of the stage is complete when its lanes' copies have landed. Its tables are written by now.
+  __device__ __forceinline__ void arrive() {
+    const unsigned barrier = ptx::smem_addr(&meta_.full[stage_]);
+    ptx::cp_async_mbar_arrive_noinc(barrier);
+    __syncwarp();
+    if (lane_ == 0) ptx::mbar_arrive(barrier);
+    if (++stage_ == L::kStages) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+  // The keys of the item for kRows of its rows. An item without keys has one tile of dead ones: the empty set.
+  __device__ __forceinline__ void pass(const WorkItem& item, int head, int first, int rows) {
+    const RulerDesc& ruler = p_.plan->rulers[item.klass];
+    const bool any = item.kv_begin < item.kv_end;
+    int leaf = item.leaf_begin;
+    const int start = ruler.start(leaf);
+    int tile = any ? first_tile<L::kTile>(start, item.kv_begin) : start;
+    int stop = any ? min(ruler.start(leaf + 1), item.kv_end) : start;
+    look_up(item, tile);
+    bool more = true, opened = false;
+#pragma unroll 1
+    while (more) {
+      const int now = tile;
+      int pos, slot;
+      place(now, pos, slot);
+      const PagedKv& mine = lane_ < kKeys ? p_.k : p_.v;
+      const char* at = mine.ptr;  // any address will do where nothing is read
+      if (slot >= 0) at += slot_offset(mine, static_cast<unsigned>(slot), head) * kBytes<Config::kv_type>;
+      const unsigned long long from = reinterpret_cast<unsigned long long>(at);
+      const unsigned there = __ballot_sync(0xffffffffu, slot >= 0);
+      int flags = there == 0xffffffffu ? kWideLive : 0;
+      if ((tile += L::kTile) >= stop) {
+        flags |= kWideEndsLeaf;
+        if (++leaf >= item.leaf_end) {
+          flags |= kWideEndsPass;
+          more = false;
+        } else {
+          tile = ruler.start(leaf);
+          stop = min(ruler.start(leaf + 1), item.kv_end);
+        }
+      }
+      if (more) look_up(item, tile);
+#pragma unroll 1
+      for (int values = 0; values < 2; ++values) {
+        ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
+        if (!values) tabulate(now, flags, pos, slot);
+        copy(values ? p_.v : p_.k, from, there, values * kKeys);
+        // The rows are laid out while the first keys are on their way.
+        if (!opened) open(item, head, first, rows);
+        opened = true;
+        arrive();
+      }
+      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+    }
+    spare_phase_ ^= 1;
+  }
+
+  // Reads the block id of this lane's key in a tile (-1: no key). Nothing depends on it before place().
+  __device__ __forceinline__ void look_up(const WorkItem& item, int tile) {
+    const int offset = tile + warp_ * kKeys + lane_ % kKeys;
+    id_ = -1;
+    if (offset < item.kv_begin || offset >= live_end_) return;
+    token_ = offset - list_.offset;
+    id_ = 0;
+    if (!list_.indices) return;
+    unsigned block, rest;
+    part_->block.split(token_, block, rest);
+    token_ = static_cast<int>(rest);
+    id_ = static_cast<int>(block) < list_.entries ? list_.indices[block] : -1;
+  }
+
+  // Slot (-1: no key) and position of this lane's key.
+  __device__ __forceinline__ void place(int tile, int& pos, int& slot) const {
+    pos = kDeadKey;
+    slot = -1;
+    if (id_ < 0) return;
+    const long long base = list_.indices ? 0 : list_.base;
+    const long long at = static_cast<long long>(id_) * part_->block.divisor + base + token_;
+    if (static_cast<unsigned long long>(at) >= static_cast<unsigned long long>(p_.k.num_slots)) return;
+    slot = static_cast<int>(at);
+    const int entry = tile + warp_ * kKeys + lane_ % kKeys - list_.offset;
+    pos = list_.pos + entry;
+    if (list_.block_pos) {
+      unsigned block, token;
+      part_->block.split(entry, block, token);
+      pos = list_.block_pos[block] + static_cast<int>(token);
+    }
+  }
+
+  __device__ __forceinline__ void tabulate(int tile, int flags, int pos, int slot) {
+    const int low = __reduce_min_sync(0xffffffffu, slot >= 0 ? pos : 0x7fffffff);
+    const int high = __reduce_max_sync(0xffffffffu, pos);
+    if (lane_ < kKeys) {
+      meta_.pos[table_][warp_ * kKeys + lane_] = pos;
+      if constexpr (L::kHooks) meta_.slot[table_][warp_ * kKeys + lane_] = max(slot, 0);
+    }
+    if (lane_ == 0) meta_.span[table_][warp_] = make_int4(low, high, flags, tile);
+  }
+
+  // This warp's rows of a stage; lane `lane` + i has the address of row i, and bit `lane` + i of `there` says whether
+  // it is one.
+  __device__ __forceinline__ void copy(const PagedKv& kv, unsigned long long from, unsigned there, int lane) const {
+    char* stage = smem_ + L::kOffsetStages + stage_ * L::kStageBytes;
+    if (kv.vectors) {
+      const int sub = lane_ / kChunks, chunk = lane_ % kChunks;
+      const unsigned to = ptx::smem_addr(stage) + L::template place_of<L::kSlabKv>(warp_ * kKeys + sub, chunk);
+      const unsigned live = there >> (lane + sub);
+#pragma unroll
+      for (int i = 0; i < kKeys; i += kRowsAtOnce) {
+        const unsigned long long src = __shfl_sync(0xffffffffu, from, lane + i + sub) + chunk * 16;
+        // Rows i and sub share no bit: the swizzle of i is an XOR.
+        ptx::cp_async16((to ^ (i % 8 << 4)) + i * 128, reinterpret_cast<const void*>(src), live >> i & 1 ? 16 : 0);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kKeys; ++i) {
+        const Element* src = reinterpret_cast<const Element*>(__shfl_sync(0xffffffffu, from, lane + i));
+        const bool live = there >> (lane + i) & 1;
+#pragma unroll 1
+        for (int d = lane_; d < L::kDim; d += 32)
+          *reinterpret_cast<Element*>(stage + L::template place_of<L::kSlabKv>(warp_ * kKeys + i, d / 8) + d % 8 * 2) =
+              live ? src[d] : Element(0);
+      }
+    }
+  }
+
+  // This warp's rows of a pass, and their Q.
+  __device__ __forceinline__ void open(const WorkItem& item, int head, int first, int count) {
+    if (warp_ * 32 >= L::kRows) return;
+    WideRows<Variant>& rows = meta_.rows[warp_];
+    ptx::mbar_wait(ptx::smem_addr(&meta_.spare), spare_phase_);
+    fill_rows<Config, Variant>(p_, *p_.plan, params_, item, *part_, head, first + warp_ * 32, rows,
+                               [&](int query) { return query_row(*part_, query); });
+    if (lane_ == 0 && warp_ == 0) {
+      WidePass& pass = meta_.pass;
+      pass.head = head;
+      pass.first = first;
+      pass.part = item.part;
+      pass.rows = count;
+      pass.slot = item.slot;
+      pass.queries = item.q_end - item.q_begin;
+      pass.fold = item.fold;
+    }
+    __syncwarp();
+    char* q = smem_;
+    if (q_vectors_) {
+#pragma unroll 4
+      for (int i = lane_; i < 32 * kChunks; i += 32) {
+        const int r = i / kChunks, chunk = i % kChunks, row = rows.qo_row[r];
+        ptx::cp_async16(ptx::smem_addr(q) + L::template place_of<L::kSlabQ>(warp_ * 32 + r, chunk),
+                        query(row, rows.qo_head[r]) + chunk * 16, row < 0 ? 0 : 16);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = lane_; i < 32 * L::kDim; i += 32) {
+        const int r = i / L::kDim, d = i % L::kDim, row = rows.qo_row[r];
+        *reinterpret_cast<Element*>(q + L::template place_of<L::kSlabQ>(warp_ * 32 + r, d / 8) + d % 8 * 2) =
+            row < 0 ? Element(0) : reinterpret_cast<const Element*>(query(row, rows.qo_head[r]))[d];
+      }
+    }
+  }
+
+  // Address of a query's head; of a row that is not there (-1), the first one's.
+  __device__ __forceinline__ const char* query(int row, int head) const {
+    const long long at =
+        row < 0 ? 0 : static_cast<long long>(row) * p_.q_stride_row + static_cast<long long>(head) * p_.q_stride_head;
+    return p_.q + at * 2;
+  }
+
+  const RunParams& p_;
+  const ParamRef* params_;
+  char* smem_;
+  M& meta_;
+  int lane_, warp_;
+  int stage_, phase_;  // to fill next
+  int table_;          // of the next tile
+  int spare_phase_;
+  bool q_vectors_;
+  const PartDesc* part_;
+  KvList list_;
+  int live_end_;    // keys of the item that any of its rows has
+  int id_, token_;  // block of this lane's key in the tile to come, and the key's place in it
+};
+
+}  // namespace attnrt

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared keys are read once where that pays, by the traits' prices: never slower than the flat form, in simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import attnrt as at
+from attnrt.backends.cuda import tables
+from attnrt.scheduler.price import price
+from attnrt.scheduler.verify import verify_plan
+
+
+def spec(kv_heads):
+    return at.AttentionSpec(
+        num_qo_heads=32, num_kv_heads=kv_heads, head_dim=128, q_dtype="bfloat16", variant=at.variants.causal()
+    )
+
+
+def shared(rows, prefix, suffix=128, page=16):
+    """Requests of one query that begin with the same pages."""
+    common, own = prefix // page, -(-(prefix % page + suffix) // page)
+    pages = [[*range(common), *range(common + i * own, common + (i + 1) * own)] for i in range(rows)]
+    indptr = np.arange(rows + 1, dtype=np.int32) * (common + own)
+    lens = np.full(rows, prefix + suffix, np.int32)
+    ids = np.concatenate(pages).astype(np.int32)
+    flat = at.formats.paged(np.arange(rows + 1, dtype=np.int32), indptr, ids, lens, page)
+    return flat, at.formats.share(flat)
+
+
+def traits_of(s):
+    return tables.traits_for(s, 132, "batch", True)
+
+
+def same_work(a, b):
+    return np.array_equal(a.work.items, b.work.items) and np.array_equal(a.merge.rows, b.merge.rows)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 32])
+@pytest.mark.parametrize("rows", [2, 16, 64])
+@pytest.mark.parametrize("prefix", [128, 1000, 5000, 20011, 32768])
+def test_never_slower_than_flat(rows, prefix, kv_heads):
+    s = spec(kv_heads)
+    traits = replace(traits_of(s), repeated=1.0)  # the simulated time knows no cache
+    flat, index = shared(rows, prefix)
+    plan, alone = at.make_plan(s, index, traits), at.make_plan(s, flat, traits)
+    always = at.make_plan(s, replace(index, flat=None), traits)
+    verify_plan(plan)
+    assert same_work(plan, alone) or same_work(plan, always)
+    assert price(plan) <= 1.03 * price(alone)
+    assert price(plan) <= 1.25 * price(always)  # nor much is given away
+
+
+def test_what_decides():
+    """Many rows over a long prefix share it; a short one is left to its requests, unless a launch costs nothing."""
+    s = spec(8)
+    traits = traits_of(s)
+    for prefix, shares in ((256, False), (32768, True)):
+        flat, index = shared(64, prefix)
+        assert same_work(at.make_plan(s, index, traits), at.make_plan(s, flat, traits)) != shares
+        free = at.make_plan(s, index, replace(traits, launch=0.0))
+        assert not same_work(free, at.make_plan(s, flat, traits))
+    assert index.flat is flat
+    tree = at.formats.tree(index, np.zeros(64, np.int32) - 1)
+    assert tree.flat is None  # who changes the parts has no flat form of them
+
+
+@pytest.mark.parametrize("scheduler", ["lpt", at.scheduler.assign.LPT()])
+def test_both_planners_decide_alike(scheduler):
+    s = spec(8)
+    for prefix in (256, 32768):
+        _, index = shared(16, prefix)
+        plan = at.make_plan(s, index, traits_of(s), scheduler=scheduler)
+        assert (len(plan.parts) > 1) == (prefix > 256)
