@@ -208,9 +208,9 @@ WIDE_ROWS, WIDE_CTAS = 64, 2
 
 
 def takes_wide(spec: AttentionSpec) -> bool:
-    """Whether there is a wide kernel of a spec (on sm_90): what both the decode and the Hopper kernel take. Elsewhere the tile
-    kernel runs items of many rows, with the same bits."""
-    return hopper_config(spec) is not None and decode_blocks(spec) > 0
+    """Whether there is a wide kernel of a spec (on sm_90): what the decode kernel takes, with K and V in q's type and no hook
+    on q. Elsewhere the tile kernel runs items of many rows, with the same bits."""
+    return decode_blocks(spec) > 0 and spec.kv_dtype == spec.q_dtype and spec.composed.query is None
 
 
 def _wide_team(team: Team, tile: TileConfig | None, beta_rows: float) -> Team:
@@ -219,7 +219,9 @@ def _wide_team(team: Team, tile: TileConfig | None, beta_rows: float) -> Team:
     if tile is not None:
         workers = team.num_workers * tile.ctas_per_sm
         return replace(team, num_workers=workers, alpha=1.0, beta_rows=beta_rows, fixed=64.0)
-    return replace(team, num_workers=team.num_workers * WIDE_CTAS, fixed=128.0, unit=WIDE_CTAS / DECODE_GROUPS)
+    return replace(
+        team, num_workers=team.num_workers * WIDE_CTAS, fixed=128.0, unit=WIDE_CTAS / DECODE_GROUPS
+    )
 
 
 def _beside_decode(team: Team, spec: AttentionSpec, config: HopperConfig, key_bytes: int) -> Team:
