@@ -4,9 +4,11 @@
 namespace attnrt {
 
 struct FullVariant {
-  static constexpr bool use_softmax = true, has_logits = false, has_mask = false, has_query = false, has_key = false, has_value = false,
-                        has_output = false, has_sink = false, mask_is_interval = true, reads_index_mask = false;
-  static constexpr int query_pairing = PAIR_NONE, key_pairing = PAIR_NONE, value_pairing = PAIR_NONE, query_dim = 0, key_dim = 0, value_dim = 0;
+  static constexpr bool use_softmax = true, has_logits = false, has_mask = false, has_query = false, has_key = false,
+                        has_value = false, has_output = false, has_sink = false, mask_is_interval = true,
+                        reads_index_mask = false;
+  static constexpr int query_pairing = PAIR_NONE, key_pairing = PAIR_NONE, value_pairing = PAIR_NONE, query_dim = 0,
+                       key_dim = 0, value_dim = 0;
   struct Row {
     int qo_pos;
   };
@@ -62,7 +64,8 @@ struct AlibiVariant : CausalVariant {
 template <int kGroup, int kHeadDim, int kWarpgroups, bool kFolds = false>
 struct TileConfig {
   static constexpr Dtype q_type = Dtype::bf16, kv_type = Dtype::bf16, out_type = Dtype::bf16;
-  static constexpr int group = kGroup, head_dim = kHeadDim, head_dim_vo = kHeadDim, kv_tile = 128, warpgroups = kWarpgroups;
+  static constexpr int group = kGroup, head_dim = kHeadDim, head_dim_vo = kHeadDim, kv_tile = 128,
+                       warpgroups = kWarpgroups;
   static constexpr bool shared_kv = false;
   static constexpr bool folds = kFolds, turns = false;
 };

@@ -463,8 +463,7 @@ void Planner::overlap() {
   double best = std::numeric_limits<double>::infinity();
   for (int32_t workers = 1; workers <= team.num_workers; ++workers) {
     const double alone = work / workers;
-    const double done =
-        alone * std::min(1.0, double(team.num_workers - workers) / (team.overlap * team.num_workers));
+    const double done = alone * std::min(1.0, double(team.num_workers - workers) / (team.overlap * team.num_workers));
     const double end = mine <= done ? alone : alone + (mine - done);
     if (end < best) best = end, last.workers = workers;
   }

@@ -252,9 +252,9 @@ ATTNRT_HD float f_exp2(float x) { return exp2f(x); }
 ATTNRT_HD float f_log(float x) { return logf(x); }
 ATTNRT_HD float f_log2(float x) { return log2f(x); }
 #if defined(__CUDA_ARCH__)
-// As on the host, sin(pi f) and cos(pi f) with f = x - q/2 in [-1/4, 1/4], turned by q quarters: twenty instructions for
-// both, all on wide pipes, where sinpif and cospif take sixty and six of the pipe that exponentials need. Coefficients:
-// least largest error, 5e-8, 1 at 0.
+// As on the host, sin(pi f) and cos(pi f) with f = x - q/2 in [-1/4, 1/4], turned by q quarters: twenty instructions
+// for both, all on wide pipes, where sinpif and cospif take sixty and six of the pipe that exponentials need.
+// Coefficients: least largest error, 5e-8, 1 at 0.
 ATTNRT_HD float sinpi_quarters(float x, int turn) {
   const float shifted = __fmaf_rn(x, 2.0f, 12582912.0f);  // 1.5 * 2^23: the nearest whole number in the low bits
   const unsigned q = __float_as_uint(shifted) + turn;

@@ -35,7 +35,11 @@ class Wide {
 
  public:
   __device__ __forceinline__ Wide(const RunParams& p, const ParamRef* params, char* smem)
-      : p_(p), params_(params), smem_(smem), base_(ptx::smem_addr(smem)), meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
+      : p_(p),
+        params_(params),
+        smem_(smem),
+        base_(ptx::smem_addr(smem)),
+        meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
     lane_ = threadIdx.x % 32;
     group_ = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
@@ -194,7 +198,8 @@ class Wide {
             c.kv_pos = meta_.pos[table_][key_of(i)];
             c.kv_slot = meta_.slot[table_][key_of(i)];
           }
-          // What a hook does not read must not be contracted with the difference to come: elsewhere a mask stands between.
+          // What a hook does not read must not be contracted with the difference to come: elsewhere a mask stands
+          // between.
           x = Variant::has_logits ? Variant::logits(params_, row, c, x * scale) : __fmul_rn(x, scale);
           if constexpr (Variant::has_logits && Variant::use_softmax) x = __fmul_rn(x, kLog2e);
           if constexpr (!kWhole) {
@@ -333,10 +338,9 @@ class Wide {
     for (int half = 0; half < 2; ++half) {
       const int r = row_of(half), query = (pass.first + r) / Config::group;
       if (query >= pass.queries) continue;
-      const long long at = (static_cast<long long>(pass.slot) + leaf * pass.queries + query) * p_.num_qo_heads +
-                           rows().qo_head[r % 32];
-      if (lane_ % 4 == 0)
-        reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(sum.m[half], sum.l[half]);
+      const long long at =
+          (static_cast<long long>(pass.slot) + leaf * pass.queries + query) * p_.num_qo_heads + rows().qo_head[r % 32];
+      if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(sum.m[half], sum.l[half]);
       float* to = p_.plan->partial_acc + at * L::kDim + lane_ % 4 * 2;
 #pragma unroll
       for (int j = 0; j < L::kDim / 8; ++j)

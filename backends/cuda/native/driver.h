@@ -83,8 +83,8 @@ typedef struct {
   int aligned_k, aligned_v;  // the strides allow 16-byte copies
   int at_q, at_k, at_v, at_out, at_lse, at_scale, at_vectors_k, at_vectors_v;
   int at_first;  // 1 is written there for the first launch and 0 for later ones, which overlap with it; 0: nothing is
-  int at_maps;  // tensor maps of K and V, one behind the other, whose addresses change with theirs; 0: none
-  char* args;   // on a multiple of 64 bytes
+  int at_maps;   // tensor maps of K and V, one behind the other, whose addresses change with theirs; 0: none
+  char* args;    // on a multiple of 64 bytes
 } attnrt_run_t;
 // Nothing was launched: the call has to go the long way. Under capture it is refused there; K or V off 16-byte lines,
 // which tensor maps cannot reach, go to another kernel.
