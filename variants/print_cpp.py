@@ -82,7 +82,7 @@ PRINT: dict[str, Rule] = {
     "sinpi": _call("f_sinpi"),
     "sqrt": _call("f_sqrt"),
     "sub": _by_type(_sign("-"), _call("isub")),
-    "tanh": _call("f_tanh"),
+    "tanh": lambda dtype, a: f"f_tanh({a[0]}, p)",
     "where": lambda dtype, a: f"select({a[0]}, {a[1]}, {a[2]})",
     "xor": _sign("^"),
 }
@@ -136,6 +136,8 @@ class _Printer:
         if node.op == "index":
             return f"element<{CPP_TYPE[node.dtype]}>({', '.join([self.slot(node.attr), *args])})"
         if node.op == "cast":
+            if node.dtype == FLOAT and node.args[0].dtype == INT:
+                return f"to_float({args[0]}, p)"
             if node.dtype == FLOAT or node.args[0].dtype != FLOAT:
                 return f"static_cast<{CPP_TYPE[node.dtype]}>({args[0]})"
             return f"float_to_int({args[0]})"
@@ -256,7 +258,9 @@ def _logits(printer: _Printer, root: Node | None, row_names: dict[int, str]) -> 
     lines, names = ([], ["s"]) if root is None else printer.body([root], row_names)
     lines.append(f"    return {names[0]};")
     short = ["    return logits(p, row(p, c), c, s);"]
+    quick = any(call in line for call in (" f_tanh(", " to_float(") for line in lines)
     return [
+        f"  static constexpr bool quick_logits = {'true' if quick else 'false'};",
         *_function("float", "logits", ROW_ARGS + ", [[maybe_unused]] float s", lines),
         *_function("float", "logits", "const Ctx& c, float s", short),
     ]

@@ -396,6 +396,7 @@ Result run(Bench& b, const Problem& s, const Setup& set) {
   h.kv_lens = a.put(lens);
   h.team_workers = workers;
   h.num_parts = 1;
+  h.solid = 1;
   for (auto& ruler : h.rulers) ruler.tail = 1 << 30;
   p.plan = a.put(std::vector<PlanHeader>{h});
   launch.clocks = clocks;

@@ -170,6 +170,7 @@ bool run(const Case& c, unsigned seed) {
   h.bound_kv_lens = c.bound ? klens.data() : nullptr;
   h.team_workers = 2;
   h.num_parts = 1;
+  h.solid = seed % 2;
   p.plan = &h;
   ParamRef params[1]{};
   for (unsigned w = 0; w < 2; ++w) {

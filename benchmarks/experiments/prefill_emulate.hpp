@@ -272,6 +272,9 @@ inline unsigned __ballot_sync(unsigned, int x) {
 inline int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline void __syncwarp() { emu::exchange(0); }
+inline unsigned __funnelshift_rc(unsigned lo, unsigned hi, unsigned n) {
+  return n >= 32 ? hi : n ? lo >> n | hi << (32 - n) : lo;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
 inline unsigned __vcmpeq2(unsigned a, unsigned b) {
   const unsigned x = a ^ b;
@@ -299,6 +302,8 @@ inline bool elect_one() {
   return emu::self->tid % 32 == 0;
 }
 inline float ex2(float x) { return exp2f(x); }
+inline float lg2(float x) { return log2f(x); }
+inline float rcp(float x) { return 1.0f / x; }
 template <Half16 T>
 inline u32 pack2(float lo, float hi) {
   return emu::to_bf16(lo) | (u32)emu::to_bf16(hi) << 16;
@@ -353,6 +358,9 @@ inline void st_shared16(u32 a, const u32 (&x)[4]) { memcpy(emu::at(a), x, 16); }
 inline void ld_shared16(u32 (&x)[4], u32 a) { memcpy(x, emu::at(a), 16); }
 inline void computed(float, u32) {}
 inline void loaded(int) {}
+template <int N>
+inline void fresh(float (&)[N]) {}
+inline void nap(u32) {}
 template <int N>
 inline void prefetch_l2(const char*) {}
 // The thread's copies so far, and its arrival, at a random moment.
@@ -410,6 +418,10 @@ inline void mbar_arrive_expect_tx(u32 bar, u32 bytes) {
   mbar_arrive(bar);
 }
 inline bool mbar_test_wait(u32 bar, u32 parity) { return emu::mbars.at(bar).phase != (int)parity; }
+inline bool mbar_try_wait(u32 bar, u32 parity) {
+  emu::wait_for([=] { return mbar_test_wait(bar, parity); });
+  return true;
+}
 inline void mbar_wait(u32 bar, u32 parity) {
   emu::wait_for([=] { return mbar_test_wait(bar, parity); });
 }
@@ -435,6 +447,7 @@ inline void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c
   });
 }
 inline void tma_prefetch_map(const void*) {}
+inline void tma_prefetch_4d(const void*, int, int, int, int) {}
 inline void fence_proxy_async() {}
 template <int R>
 inline void reg_alloc() {}

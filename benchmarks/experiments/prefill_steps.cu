@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The prefill harness with few kernels, for comparing changes: built in a fraction of the time, each build a change.
-//   nvcc ... -DPREFILL_TRACE -o steps benchmarks/experiments/prefill_steps.cu; steps [short|trace|one S|gather]
+//   nvcc ... -DPREFILL_TRACE -o steps benchmarks/experiments/prefill_steps.cu; steps [short|all|costs|one S [gather]]
 #define PREFILL_MAIN
 #include "prefill.cu"
 
@@ -20,6 +20,19 @@ int main(int argc, char** argv) {
     report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "one", square(s), setup(argc > 3 ? 1 : 0, argc > 3, 32, 0, 1), 0);
     return 0;
   }
+#ifdef STEPS_VARIANTS
+  if (what == "variants") {
+    for (int s : {2048, 16384}) {
+      report<1, 128, 2, CausalVariant>(b, "causal", square(s), setup(0, false, 32), 0);
+      report<1, 128, 2, SoftcapVariant>(b, "softcap", square(s), setup(0, false, 32), 0);
+      report<1, 128, 2, WindowVariant>(b, "window", square(s), setup(0, false, 32), 0);
+      report<1, 128, 2, AlibiVariant>(b, "alibi", square(s), setup(0, false, 32), 0);
+      report<1, 128, 2, SigmoidVariant>(b, "sigmoid", square(s), setup(0, false, 32), 0);
+    }
+    report<1, 64, 3, CausalVariant>(b, "causal", {8, 2048, 2048, 32, 32, 64}, setup(0, false, 32), 0);
+    return 0;
+  }
+#endif
   for (const Problem s : {Problem{3, 333, 333, 4, 4, 128}, Problem{2, 200, 1111, 4, 4, 128}}) {
     for (int workers : {0, 7}) {
       report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "check", s, setup(0, false, 0, workers, 0), 0);
@@ -41,9 +54,9 @@ int main(int argc, char** argv) {
   return 0;
 #endif
   for (int i = 0; i < 6; ++i) {
-    if (what == "short" && i > 2) break;
+    if (what == "short" && i > 2 && i < 5) continue;
     for (double fixed : {0.4, 0.8, 1.5, 3.0}) {
-      if (fixed != 0.8 && i > 1) continue;
+      if (fixed != 0.8 && (i > 1 || what != "costs")) continue;
       Setup set = setup(0, false, 32);
       set.fixed = fixed;
       report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, fixed == 0.8 ? "causal" : "causal fixed", square(sizes[i]), set,

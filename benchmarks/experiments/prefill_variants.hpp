@@ -6,7 +6,7 @@ namespace attnrt {
 struct FullVariant {
   static constexpr bool use_softmax = true, has_logits = false, has_mask = false, has_query = false, has_key = false,
                         has_value = false, has_output = false, has_sink = false, mask_is_interval = true,
-                        reads_index_mask = false;
+                        reads_index_mask = false, quick_logits = false;
   static constexpr int query_pairing = PAIR_NONE, key_pairing = PAIR_NONE, value_pairing = PAIR_NONE, query_dim = 0,
                        key_dim = 0, value_dim = 0;
   struct Row {
@@ -39,10 +39,10 @@ struct CausalVariant : FullVariant {
   ATTNRT_HD static void visible(const Row& r, int&, int& high) { high = r.qo_pos; }
 };
 struct SoftcapVariant : CausalVariant {
-  static constexpr bool has_logits = true;
+  static constexpr bool has_logits = true, quick_logits = true;
   template <class P>
-  ATTNRT_HD static float logits(const P&, const Row&, const Ctx&, float s) {
-    return 30.0f * f_tanh(s * (1.0f / 30.0f));
+  ATTNRT_HD static float logits(const P& p, const Row&, const Ctx&, float s) {
+    return 30.0f * f_tanh(s * (1.0f / 30.0f), p);
   }
 };
 constexpr int kWindow = 1023;  // left: 1024 keys with the query's own
@@ -53,10 +53,19 @@ struct WindowVariant : CausalVariant {
   }
 };
 struct AlibiVariant : CausalVariant {
-  static constexpr bool has_logits = true;
+  static constexpr bool has_logits = true, quick_logits = true;
   template <class P>
-  ATTNRT_HD static float logits(const P&, const Row&, const Ctx& c, float s) {
-    return s + (c.kv_pos - c.qo_pos) * (1.0f / 512.0f);
+  ATTNRT_HD static float logits(const P& p, const Row&, const Ctx& c, float s) {
+    return s + to_float(isub(c.kv_pos, c.qo_pos), p) * (1.0f / 512.0f);
+  }
+};
+
+// Softmax-free: weights are sigmoids, with the usual bias of -ln(keys) for a fixed number of keys.
+struct SigmoidVariant : CausalVariant {
+  static constexpr bool use_softmax = false, has_logits = true;
+  template <class P>
+  ATTNRT_HD static float logits(const P&, const Row&, const Ctx&, float s) {
+    return f_logistic(s - 7.6246f);
   }
 };
 

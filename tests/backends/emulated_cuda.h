@@ -324,6 +324,8 @@ enum class Half16 { bf16, fp16 };
 
 ATTNRT_DEV u32 smem_addr(const void* p) { return static_cast<u32>(static_cast<const char*>(p) - emu::shared); }
 ATTNRT_DEV float ex2(float x) { return exp2f(x); }
+ATTNRT_DEV float lg2(float x) { return log2f(x); }
+ATTNRT_DEV float rcp(float x) { return 1.0f / x; }
 template <Half16 T>
 ATTNRT_DEV float wide(unsigned x) {
   return T == Half16::bf16 ? __uint_as_float((x & 0xffffu) << 16) : emu_from_half(static_cast<unsigned short>(x));

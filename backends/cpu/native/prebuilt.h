@@ -19,6 +19,7 @@ struct Full {
   template <class P> ATTNRT_HD static Row row([[maybe_unused]] const P& p, [[maybe_unused]] const Ctx& c) {
     return Row{};
   }
+  static constexpr bool quick_logits = false;
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
     return s;
   }
@@ -73,6 +74,7 @@ struct Causal {
   template <class P> ATTNRT_HD static Row row([[maybe_unused]] const P& p, [[maybe_unused]] const Ctx& c) {
     return Row{c.qo_pos};
   }
+  static constexpr bool quick_logits = false;
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
     return s;
   }
@@ -138,6 +140,7 @@ struct CausalWindow {
     const int t8 = min_of(c.qo_pos, t7);
     return Row{t3, t8};
   }
+  static constexpr bool quick_logits = false;
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
     return s;
   }
@@ -195,9 +198,10 @@ struct CausalSoftcap {
     const float t1 = 1.0f / t0;
     return Row{t1, t0, c.qo_pos};
   }
+  static constexpr bool quick_logits = true;
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
     const float t0 = s * r.v0;
-    const float t1 = f_tanh(t0);
+    const float t1 = f_tanh(t0, p);
     const float t2 = r.v1 * t1;
     return t2;
   }

@@ -14,7 +14,8 @@ struct FinishRow {
 };
 
 // Folds the learned sink in (a key without value; it enters once, here) and prepares the division. An empty set gives 0
-// and -inf.
+// and -inf. One instruction each for 1 / l and log2 l (l is at least 1 but for rounding: the largest weight is 1):
+// errors of one unit in the last place and 2^-22.
 template <class Variant>
 __device__ __forceinline__ FinishRow finish_head(const ParamRef* params, const Ctx& c, float m, float l) {
   FinishRow row;
@@ -31,8 +32,8 @@ __device__ __forceinline__ FinishRow finish_head(const ParamRef* params, const C
     m = f.m;
     l = f.l;
   }
-  row.inverse = empty ? 0.0f : __fmul_rn(scale, __frcp_rn(l));
-  row.lse = empty ? neg_inf() : __fmul_rn(__fadd_rn(m, log2f(l)), kLn2);
+  row.inverse = empty ? 0.0f : __fmul_rn(scale, ptx::rcp(l));
+  row.lse = empty ? neg_inf() : __fmul_rn(__fadd_rn(m, ptx::lg2(l)), kLn2);
   return row;
 }
 

@@ -28,10 +28,10 @@ template <class Config, class Variant, class Loader>
 class HopperConsumer : public HopperResults<Config, Variant> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperResults<Config, Variant>;
-  using Base::base_, Base::close_leaf, Base::group_, Base::hooks, Base::kH, Base::kO, Base::kS, Base::lane_;
+  using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
   using Base::rescale, Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
-  using typename Base::Closing, typename Base::Row, typename Base::View;
+  using typename Base::Closing, typename Base::Fate, typename Base::Row, typename Base::View;
 
  public:
   using Base::Base;
@@ -39,29 +39,22 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   // One iteration per tile: the scores of the next tile, whatever row block it belongs to, then the last product of
   // this one. A row block is written after the first weights of its successor: there is no stop between blocks. What
   // needs no scores (masks as bits, the next block's rows, the end of a leaf) runs under the product that makes them.
+  // The first iteration closes a block that does not exist (tile and pass -1): it multiplies by weights of 0 whatever
+  // lies in V's buffer, and nobody looks. So there is one copy of the code of a tile that is not whole.
   __device__ __forceinline__ void run() {
-    tile_ = 0;
-    pass_ = 0;
+    tile_ = -1;
+    pass_ = -1;
     if (group_ == L::kGroups - 1) turn_end();  // warpgroup 0 goes first
     if (!open_pass(0)) return;
     float s[kS], o[kO], m[2] = {neg_inf(), neg_inf()}, l[2] = {0.0f, 0.0f}, top[2] = {0.0f, 0.0f}, shrink[2];
     float total[kO + 4];  // lies in local memory: only items of several leaves touch it; last m and l
     unsigned w[kS / 2];
     Row rows[2];
-    int leaf = 0, offset = record().begin, stop = record().stop;
-    bool add = false;
-    wait_k(0);
-    multiply_scores(s, 0, 0);
-    load_rows(rows);
     View view;
-    look(view, rows, 0, offset);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_pin(s);
-    if (offset + L::kTile >= stop) release_queries(0);
-    logits(s, rows, 0, offset, view);
-    release(meta_.k_empty[0]);
-    raise(s, m, top, shrink);
-    weights(s, w, l, top, shrink);
+    int leaf = 0, offset = 0, stop = 0;
+    bool add = false;
+#pragma unroll
+    for (int i = 0; i < kS / 2; ++i) w[i] = 0;
 #pragma unroll 1
     for (;;) {
       offset += L::kTile;
@@ -72,7 +65,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       const bool closes = offset >= stop;
       if (closes) {
         const WorkItem& item = record().item;
-        ends = leaf + 1 >= item.leaf_end - item.leaf_begin;
+        ends = pass < 0 || leaf + 1 >= item.leaf_end - item.leaf_begin;
         if (ends) {
           ++pass_;
           more = open_pass(pass_);
@@ -92,20 +85,21 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       // At the very end this multiplies what is left in the buffers and nobody looks: a branch here would make ptxas
       // serialise (C7515).
       multiply_scores(s, pass_ & (L::kBuffersQ - 1), tile_ + 1);
+      if (tile_ >= 0) wait_v(tile_);
+      multiply_values(o, w, tile_ & 1, add);
+      turn_end();
+      ATTNRT_TRACE(group_, tile_, 3);
       Closing closing;
       if (closes) {
-        turn_end();  // the other warpgroup does the same work under its own product
-        close_leaf(closing, pass, leaf, ends, m, l);
+        closing.fate = Fate::nothing;
+        closing.folds = false;
+        if (pass >= 0) close_leaf(closing, pass, leaf, ends, m, l);
         m[0] = m[1] = neg_inf();
         l[0] = l[1] = 0.0f;
-        if (ends) release(meta_.q_empty[pass & 1]);
+        if (ends && pass >= 0) release(meta_.table_empty[L::table(pass)]);
         if (ends && more) load_rows(rows);
       }
       if (more) look(view, rows, tile_ + 1, offset);  // tables of a pass that does not exist lead anywhere
-      wait_v(tile_);
-      multiply_values(o, w, tile_ % L::kStages, add);
-      if (!closes) turn_end();
-      ATTNRT_TRACE(group_, tile_, 3);
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(s);
       ATTNRT_TRACE(group_, tile_, 4);
@@ -119,7 +113,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(o);
       ATTNRT_TRACE(group_, tile_, 5);
-      release(meta_.v_empty[tile_ % L::kStages]);
+      if (tile_ >= 0) release(meta_.v_empty[tile_ & 1]);
       weights(s, w, l, top, shrink);
       ATTNRT_TRACE(group_, tile_, 6);
       add = !closes;
@@ -149,7 +143,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
         ptx::desc_sw128(base_ + (pass_ & (L::kBuffersQ - 1)) * L::kBytesQ + group_ * 64 * 128, 0, 1024);
     ptx::wgmma_pin(o);
 #pragma unroll 1
-    for (; offset < end; offset += L::kTile) {
+    for (; offset < end; offset += L::kTile) {  // tile_ + 1 begins at `offset`
       ATTNRT_TRACE(group_, tile_, 0);
       wait_k(tile_ + 1);
       ATTNRT_TRACE(group_, tile_, 1);
@@ -165,7 +159,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(s);
       ATTNRT_TRACE(group_, tile_, 4);
-      hooks(s, rows, tile_ + 1);
+      this->template hooks<true>(s, rows, tile_ + 1, offset);
       release(meta_.k_empty[next]);
       raise(s, m, top, shrink);
       ptx::wgmma_wait<0>();
@@ -204,6 +198,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
                     ptx::desc_sw128(base_ + L::kOffsetK + t % L::kStages * L::kBytesK, 0, 1024));
   }
   __device__ __forceinline__ void multiply_scores(float (&s)[kS], unsigned long long q, unsigned long long k) const {
+    if constexpr (Variant::quick_logits) ptx::fresh(s);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < L::kDim / 16; ++i) {
@@ -243,22 +238,22 @@ class HopperConsumer : public HopperResults<Config, Variant> {
 
   // Waits for a pass's Q and tables; false: the list has ended.
   __device__ __forceinline__ bool open_pass(int pass) const {
-    ptx::mbar_wait(bar(meta_.q_full[pass & 1]), pass >> 1 & 1);
+    ptx::mbar_wait(bar(meta_.table_full[L::table(pass)]), pass / L::kTables & 1);
+    if (meta_.pass[L::table(pass)].done) return false;
     if constexpr (L::kBuffersQ == 1) {
-      if (meta_.pass[pass & 1].done) return false;
       ptx::mbar_wait(bar(meta_.half_full[group_]), pass & 1);
+    } else {
+      ptx::mbar_wait(bar(meta_.q_full[pass & 1]), pass >> 1 & 1);
     }
     if constexpr (Loader::kConsumersFence) ptx::fence_proxy_async();
-    return !meta_.pass[pass & 1].done;
+    return true;
   }
 
-  // The last scores of a leaf are there. Where Q has one buffer, the next pass's rows may come if the leaf is the
-  // pass's last.
+  // The last scores of a leaf are there: if it is the pass's last, Q's buffer is free.
   __device__ __forceinline__ void release_queries(int leaf) const {
-    if constexpr (L::kBuffersQ == 1) {
-      const WorkItem& item = record().item;
-      if (leaf + 1 >= item.leaf_end - item.leaf_begin) release(meta_.half_empty[group_]);
-    }
+    const WorkItem& item = record().item;
+    if (leaf + 1 < item.leaf_end - item.leaf_begin) return;
+    release(L::kBuffersQ == 1 ? meta_.half_empty[group_] : meta_.q_empty[pass_ & 1]);
   }
 };
 
@@ -268,14 +263,18 @@ __device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef
                                               char* smem) {
   using L = HopperLayout<Config, Variant>;
   using M = HopperMeta<L>;
+  static_assert(hopper_smem_bytes<Config, Variant>() <= 227 * 1024, "shared memory of an SM");
   if (blockIdx.x >= p.plan->team_workers) return;
   if (threadIdx.x == 0) {
     M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
     constexpr int kWarps = 4 * L::kGroups * ptx::kWarpArrivals;  // of consumers
     constexpr int kRewriters = 4 * ptx::kWarpArrivals;
+    for (int i = 0; i < L::kTables; ++i) {
+      ptx::mbar_init(ptx::smem_addr(&meta.table_full[i]), Loader::kArrivalsTable);
+      ptx::mbar_init(ptx::smem_addr(&meta.table_empty[i]), kWarps);
+    }
     for (int i = 0; i < 2; ++i) {
-      ptx::mbar_init(ptx::smem_addr(&meta.q_full[i]),
-                     L::kRewritesQ && L::kBuffersQ == 2 ? kRewriters : Loader::kArrivalsQ);
+      ptx::mbar_init(ptx::smem_addr(&meta.q_full[i]), L::kRewritesQ ? kRewriters : Loader::kArrivalsQ);
       if constexpr (L::kRewritesQ) {
         ptx::mbar_init(ptx::smem_addr(&meta.q_raw[i]), L::kBuffersQ == 2 ? Loader::kArrivalsQ : Loader::kArrivalsHalf);
       }

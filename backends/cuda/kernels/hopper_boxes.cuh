@@ -13,14 +13,14 @@ template <class Config, class Variant>
 class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperTables<Config, Variant, Loading::boxes>;
-  using Base::arrived_k, Base::arrived_v, Base::bar, Base::base_, Base::describe, Base::describe_runs, Base::kNoShift,
-      Base::lane_, Base::maps_;
-  using Base::meta_, Base::run_queries, Base::run_rows, Base::walk_tiles, Base::warp_;
+  using Base::arrived_k, Base::arrived_v, Base::bar, Base::base_, Base::lane_, Base::locate, Base::maps_, Base::meta_;
+  using Base::tell, Base::tells, Base::run_queries, Base::run_rows, Base::walk_tiles, Base::warp_;
   using typename Base::Tile;
 
  public:
   // Arrivals that complete a full barrier: boxes and the table that goes with them come from two hands.
-  static constexpr int kArrivalsQ = (L::kBuffersQ == 2 ? 2 : 1) * ptx::kWarpArrivals;
+  static constexpr int kArrivalsTable = ptx::kWarpArrivals;
+  static constexpr int kArrivalsQ = ptx::kWarpArrivals;
   static constexpr int kArrivalsHalf = ptx::kWarpArrivals;
   static constexpr int kArrivalsK = 1 + ptx::kWarpArrivals;
   static constexpr int kArrivalsV = 1;
@@ -29,14 +29,12 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    if (warp_ == 0) {
-      run_boxes_k();
-    } else if (warp_ == 1) {
+    if (warp_ == 1) {
       run_queries();
     } else if (warp_ == 2) {
       run_rows();
     } else {
-      run_boxes_v();
+      run_boxes(warp_ == 3);
     }
   }
 
@@ -44,9 +42,11 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
   // One tile of K or V as kBoxes boxes: lane b holds the coordinates of box b (page -1: nothing there). All coordinates
   // are fetched before the elected thread issues: under elect.sync an operation costs 26 clocks, in a loop with
   // shuffles 130.
-  template <int kSlabs, int kBoxes>
-  __device__ __forceinline__ void issue_boxes(const TensorMap& map, unsigned dst, unsigned full, int token, int page,
-                                              int head) const {
+  template <int kBoxes>
+  __device__ __forceinline__ void issue_boxes(const TensorMap& map, bool values, unsigned dst, unsigned full, int token,
+                                              int page, int head) const {
+    constexpr int kMost = L::kRawSlabsK > L::kRawSlabsV ? L::kRawSlabsK : L::kRawSlabsV;
+    const int slabs = values ? L::kRawSlabsV : L::kRawSlabsK;
     int tokens[kBoxes], pages[kBoxes];
 #pragma unroll
     for (int b = 0; b < kBoxes; ++b) {
@@ -54,11 +54,12 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
       pages[b] = __shfl_sync(0xffffffffu, page, b);
     }
     if (ptx::elect_one()) {
-      ptx::mbar_arrive_expect_tx(full, L::kTile * kSlabs * 128);
+      ptx::mbar_arrive_expect_tx(full, L::kTile * slabs * 128);
 #pragma unroll
       for (int b = 0; b < kBoxes; ++b)
 #pragma unroll
-        for (int c = 0; c < kSlabs; ++c) {
+        for (int c = 0; c < kMost; ++c) {
+          if (L::kRawSlabsK != L::kRawSlabsV && c >= slabs) continue;
           ptx::tma_load_4d(dst + b * (L::kTile / kBoxes) * 128 + c * L::kSlabKv, &map, full, c * (128 / L::kElementKv),
                            tokens[b], head, pages[b]);
         }
@@ -66,29 +67,20 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
     __syncwarp();
   }
 
-  template <int kSlabs>
-  __device__ __forceinline__ void issue(const TensorMap& map, unsigned dst, unsigned full, int token, int page,
-                                        int head) const {
+  __device__ __forceinline__ void issue(const TensorMap& map, bool values, unsigned dst, unsigned full, int token,
+                                        int page, int head) const {
     static_assert(L::kTile == 64 || L::kTile == 128, "boxes of 16 to 128 tokens, none larger than a tile");
     switch (maps_.box_log2) {
       case 7:
-        if constexpr (L::kTile == 128) return issue_boxes<kSlabs, 1>(map, dst, full, token, page, head);
+        if constexpr (L::kTile == 128) return issue_boxes<1>(map, values, dst, full, token, page, head);
         return;
       case 6:
-        return issue_boxes<kSlabs, L::kTile / 64>(map, dst, full, token, page, head);
+        return issue_boxes<L::kTile / 64>(map, values, dst, full, token, page, head);
       case 5:
-        return issue_boxes<kSlabs, L::kTile / 32>(map, dst, full, token, page, head);
+        return issue_boxes<L::kTile / 32>(map, values, dst, full, token, page, head);
       default:
-        return issue_boxes<kSlabs, L::kTile / 16>(map, dst, full, token, page, head);
+        return issue_boxes<L::kTile / 16>(map, values, dst, full, token, page, head);
     }
-  }
-
-  // Coordinates of a slot under one map.
-  __device__ __forceinline__ static void locate(const FastDiv& div, long long slot, int& token, int& page) {
-    unsigned p, t;
-    div.split(static_cast<unsigned>(slot), p, t);
-    token = slot < 0 ? 0 : static_cast<int>(t);
-    page = slot < 0 ? -1 : static_cast<int>(p);
   }
 
   __device__ __forceinline__ void clear_rows(unsigned tile, int first, int stop) const {
@@ -104,53 +96,46 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
     __device__ __forceinline__ void operator()(const WorkItem&, const PartDesc&, int, int) const {}
   };
 
-  __device__ __forceinline__ void run_boxes_v() {
-    if (ptx::elect_one()) ptx::tma_prefetch_map(&maps_.v);
+  // K or V: one code for both warps, because the code of the boxes is long.
+  __device__ __forceinline__ void run_boxes(bool values) {
+    const TensorMap& map = values ? maps_.v : maps_.k;
+    const FastDiv div = values ? maps_.page_v : maps_.page_k;
+    const unsigned tiles = base_ + (values ? L::kOffsetV + L::kRawV : L::kOffsetK + L::kRawK);
+    const unsigned bytes = values ? L::kBytesV : L::kBytesK;
+    const unsigned full = values ? arrived_v(0) : arrived_k(0);
+    const unsigned empty = values ? bar(meta_.v_empty[0]) : bar(meta_.k_empty[0]);
+    if (ptx::elect_one()) ptx::tma_prefetch_map(&map);
     int t = 0, patches = 0;
-    walk_tiles(Nothing(), [&](const Tile& tile, int head, long long slot, int) {
+    walk_tiles(Nothing(), [&](const Tile& tile, int head, long long slot, int pos) {
       const int stage = t % L::kStages;
-      const unsigned dst = base_ + L::kOffsetV + stage * L::kBytesV + L::kRawV;
+      const unsigned dst = tiles + stage * bytes;
       const int from = tile.live_low - tile.offset, to = tile.live_high - tile.offset;  // rows that hold keys
+      const bool patched = values && (from > 0 || to < L::kTile);
       int token, page;
-      locate(maps_.page_v, slot, token, page);
-      ptx::mbar_wait(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
-      if (from <= 0 && to >= L::kTile) {
-        issue<L::kRawSlabsV>(maps_.v, dst, arrived_v(stage), token, page, head);
-      } else {
-        issue<L::kRawSlabsV>(maps_.v, dst, bar(meta_.patch), token, page, head);
+      locate(div, slot, token, page);
+      ptx::mbar_wait(empty + stage * 8, (t / L::kStages & 1) ^ 1);
+      issue(map, values, dst, patched ? bar(meta_.patch) : full + stage * 8, token, page, head);
+      if (!values) {
+#pragma unroll
+        for (int part = 0; tells(tile) && part < L::kTile / 32; ++part) {
+          const int key = part * 32 + lane_, box = key >> maps_.box_log2, rest = key - (box << maps_.box_log2);
+          const long long first = __shfl_sync(0xffffffffu, slot, box);
+          const int first_pos = __shfl_sync(0xffffffffu, pos, box);
+          tell(tile, stage, part, first < 0 ? -1 : first + rest, first_pos + rest);
+        }
+      } else if (patched) {
         ptx::mbar_wait(bar(meta_.patch), patches & 1);
         ++patches;
         clear_rows(dst, 0, min(max(from, 0), L::kTile));
         clear_rows(dst, max(min(to, L::kTile), 0), L::kTile);
         ptx::fence_proxy_async();
+      }
+      if (!values) {
+        ptx::mbar_arrive_warp(full + stage * 8, lane_);
+      } else if (patched) {  // the boxes arrived elsewhere: one arrival stands for them
         __syncwarp();
-        if (lane_ == 0) ptx::mbar_arrive(arrived_v(stage));
+        if (lane_ == 0) ptx::mbar_arrive(full + stage * 8);
       }
-      ++t;
-    });
-  }
-
-  __device__ __forceinline__ void run_boxes_k() {
-    if (ptx::elect_one()) ptx::tma_prefetch_map(&maps_.k);
-    int t = 0;
-    walk_tiles(Nothing(), [&](const Tile& tile, int head, long long slot, int pos) {
-      const int stage = t % L::kStages;
-      int token, page;
-      locate(maps_.page_k, slot, token, page);
-      ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
-      issue<L::kRawSlabsK>(maps_.k, base_ + L::kOffsetK + stage * L::kBytesK + L::kRawK, arrived_k(stage), token, page,
-                           head);
-      const bool runs = !L::kNeedsKeys && tile.shift != kNoShift;
-      if (runs && lane_ < L::kTile / 32) describe_runs(tile, stage, lane_);
-#pragma unroll
-      for (int part = 0; !runs && part < L::kTile / 32; ++part) {
-        const int key = part * 32 + lane_, box = key >> maps_.box_log2, rest = key - (box << maps_.box_log2);
-        const long long first = __shfl_sync(0xffffffffu, slot, box);
-        const int first_pos = __shfl_sync(0xffffffffu, pos, box);
-        const KeyRange range = describe(tile, stage, key, first < 0 ? -1 : first + rest, first_pos + rest);
-        if (lane_ == 0) meta_.range[stage][part] = range;
-      }
-      ptx::mbar_arrive_warp(arrived_k(stage), lane_);
       ++t;
     });
   }

@@ -43,6 +43,36 @@ __device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int ro
   }
 }
 
+// The same for 32 rows of Q that are all there and lie at even distances: row r is query r / kGroup, head r % kGroup, a
+// query step_row bytes behind the one before, a head step_head. A third of the instructions.
+template <int kColumns, int kSlab, int kGroup>
+__device__ __forceinline__ void copy_even(const char* src, unsigned tile, int row0, long long step_row,
+                                          long long step_head, int lane) {
+  constexpr int kChunks = kColumns / 8, kPer = kChunks >= 16 ? 2 : 4, kLanes = 32 / kPer;
+  constexpr int kHeads = kGroup > kPer ? kGroup / kPer : 1;    // instructions per query
+  constexpr int kQueries = kGroup > kPer ? 1 : kPer / kGroup;  // queries per instruction
+  static_assert(32 % kGroup == 0, "rows of a query in one call");
+  const int sub = lane / kLanes, chunk0 = lane % kLanes;
+  const unsigned to = tile + chunk0 / 8 * kSlab + (row0 + sub) * 128 + ((chunk0 ^ sub) & 7) * 16;
+  const char* from[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    from[i] =
+        src + row0 / kGroup * step_row + sub / kGroup * step_row + (i * kPer + sub % kGroup) * step_head + chunk0 * 16;
+  }
+#pragma unroll
+  for (int i = 0; i < 32; i += kPer) {
+    const char*& at = from[i / kPer % kHeads];
+#pragma unroll
+    for (int c = 0; c < kChunks; c += kLanes) {
+      if (kChunks % kLanes == 0 || c + chunk0 < kChunks) {
+        ptx::cp_async16((to ^ (i & 7) * 16) + i * 128 + c / 8 * kSlab, at + c * 16);
+      }
+    }
+    at += kQueries * step_row;
+  }
+}
+
 // The same for rows anywhere; lane i holds the offset of row row0 + i in elements.
 template <int kColumns, int kSlab, int kElement>
 __device__ __forceinline__ void copy_far(const char* src, unsigned tile, int row0, long long offset, int lane) {
@@ -55,13 +85,16 @@ __device__ __forceinline__ void copy_far(const char* src, unsigned tile, int row
   }
 }
 
-template <int kColumns, int kSlab, int kElement>
+// kOften: all rows of a tile are there as a rule, and code of its own pays.
+template <int kColumns, int kSlab, int kElement, bool kOften>
 __device__ __forceinline__ void gather_rows(const char* src, unsigned tile, int row0, long long offset, int lane) {
   if (!__all_sync(0xffffffffu, is_near<kElement>(offset))) {
     return copy_far<kColumns, kSlab, kElement>(src, tile, row0, offset, lane);
   }
   const int unit = unit_of<kElement>(offset);
-  if (__all_sync(0xffffffffu, unit != kNoUnit)) return copy_rows<kColumns, kSlab, true>(src, tile, row0, unit, lane);
+  if (kOften && __all_sync(0xffffffffu, unit != kNoUnit)) {
+    return copy_rows<kColumns, kSlab, true>(src, tile, row0, unit, lane);
+  }
   copy_rows<kColumns, kSlab, false>(src, tile, row0, unit, lane);
 }
 
@@ -93,11 +126,11 @@ __device__ __forceinline__ void gather_numbers(const char* src, unsigned tile, i
 
 // By 16-byte copies where `vectors`, else number by number: the bits are the same. Offsets in elements of
 // kElement bytes, kColumns * 2 bytes a row.
-template <int kColumns, int kSlab, int kElement>
+template <int kColumns, int kSlab, int kElement, bool kOften = true>
 __device__ __forceinline__ void gather_any(bool vectors, const char* src, unsigned tile, int row0, long long offset,
                                            int lane) {
   if (vectors) {
-    gather_rows<kColumns, kSlab, kElement>(src, tile, row0, offset, lane);
+    gather_rows<kColumns, kSlab, kElement, kOften>(src, tile, row0, offset, lane);
   } else {
     gather_numbers<kColumns, kSlab, kElement>(src, tile, row0, offset, lane);
   }

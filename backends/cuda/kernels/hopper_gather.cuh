@@ -11,16 +11,17 @@ template <class Config, class Variant>
 class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperTables<Config, Variant, Loading::gather>;
-  using Base::arrived_half, Base::arrived_k, Base::arrived_q, Base::arrived_v, Base::bar, Base::base_, Base::describe,
-      Base::describe_runs, Base::fetch_query, Base::kNoShift, Base::lane_;
-  using Base::meta_, Base::own_part, Base::p_, Base::query_offset, Base::vector_queries, Base::wait_queries,
-      Base::walk_tiles;
-  using Base::wait_half, Base::warp_, Base::write_pass, Base::write_row;
-  using typename Base::Query, typename Base::Tile;
+  using Base::arrived_half, Base::arrived_k, Base::arrived_q, Base::arrived_v, Base::bar, Base::base_,
+      Base::copy_queries, Base::fetch_query, Base::lane_, Base::make_bounds, Base::make_row;
+  using Base::meta_, Base::own_part, Base::p_, Base::tell, Base::vector_queries, Base::wait_half, Base::wait_queries,
+      Base::wait_table;
+  using Base::walk_tiles, Base::warp_, Base::write_pass, Base::write_row;
+  using typename Base::Bounds, typename Base::Query, typename Base::Tile;
 
  public:
   // Arrivals that complete a full barrier: copies come from every thread, tables from every warp.
-  static constexpr int kArrivalsQ = (L::kBuffersQ == 2 ? 128 : 0) + 4 * ptx::kWarpArrivals;
+  static constexpr int kArrivalsTable = 4 * ptx::kWarpArrivals;
+  static constexpr int kArrivalsQ = 128;
   static constexpr int kArrivalsHalf = 64;
   static constexpr int kArrivalsK = L::kTile + L::kTile / 32 * ptx::kWarpArrivals;
   static constexpr int kArrivalsV = L::kTile;
@@ -46,29 +47,28 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
                  ++t;
                });
     if (L::kTile == 128 && t > 0) gather_v(t - 1, before, before_head);
-    wait_queries(count);
-    if (warp_ == 0 && lane_ == 0) meta_.pass[count & 1].done = 1;
-    if constexpr (L::kBuffersQ == 2) ptx::mbar_arrive(arrived_q(count & 1));
-    ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
+    wait_table(count);
+    if (warp_ == 0 && lane_ == 0) meta_.pass[L::table(count)].done = 1;
+    ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
   }
 
  private:
   __device__ __forceinline__ void gather_queries(const WorkItem& item, const PartDesc& part, int head, int first,
                                                  int count) {
-    const int buffer = count & 1;
-    wait_queries(count);
+    const Bounds bounds = make_bounds(item, part, head);
+    wait_table(count);
+    if constexpr (L::kBuffersQ == 2) wait_queries(count);
 #pragma unroll 1
     for (int row = warp_ * 32; row < L::kRows; row += 128) {
       const Query query = fetch_query(item, part, first + row + lane_);
       if constexpr (L::kBuffersQ == 1) wait_half(row / 64, count);
-      gather_any<L::kDim, L::kSlabQ, 2>(vector_queries(), p_.q, base_ + (buffer & (L::kBuffersQ - 1)) * L::kBytesQ, row,
-                                        query_offset(item, part, head, first + row + lane_), lane_);
+      copy_queries(item, part, head, first, row, count);
       if constexpr (L::kBuffersQ == 1) arrive(arrived_half(row / 64), vector_queries());
-      write_row(item, part, head, first, row + lane_, query, buffer);
+      write_row(make_row(item, part, head, first, row + lane_, query), bounds, head, first, row + lane_, count);
     }
-    if (warp_ == 0) write_pass(item, part, head, first, buffer);
-    if constexpr (L::kBuffersQ == 2) arrive(arrived_q(buffer), vector_queries());
-    ptx::mbar_arrive_warp(arrived_q(buffer), lane_);
+    if (warp_ == 0) write_pass(item, bounds, head, first, count);
+    if constexpr (L::kBuffersQ == 2) arrive(arrived_q(count & 1), vector_queries());
+    ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
   }
 
   // This thread's copies arrive when they are done; what it stored itself is done.
@@ -87,12 +87,7 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
     gather_any<L::kDim * L::kElementKv / 2, L::kSlabKv, L::kElementKv>(
         p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK + L::kRawK, warp_ * 32, from, lane_);
     arrive(arrived_k(stage), p_.k.vectors);
-    if (!L::kNeedsKeys && tile.shift != kNoShift) {
-      if (lane_ == 0) describe_runs(tile, stage, warp_);
-    } else {
-      const KeyRange range = describe(tile, stage, warp_ * 32 + lane_, slot, pos);
-      if (lane_ == 0) meta_.range[stage][warp_] = range;
-    }
+    tell(tile, stage, warp_, slot, pos);
     ptx::mbar_arrive_warp(arrived_k(stage), lane_);
   }
 

@@ -31,6 +31,7 @@ class HopperKeys {
     int shift;  // from an offset to its position, kNoShift: blocks say where they lie, or some are holes
   };
   static constexpr int kNoShift = -0x7fffffff;
+  static constexpr int kAhead = 4;  // tiles of the next item that are asked for in L2
 
   // gather: which 32 keys of a tile this warp brings.
   __device__ __forceinline__ int own_part() const { return L::kTile == 128 ? warp_ : warp_ & (L::kTile / 32 - 1); }
@@ -41,11 +42,12 @@ class HopperKeys {
   }
 
   // Listed block of the key at an offset, or -1. The load is issued a tile ahead: its latency is that of L2 or worse.
+  template <int kKeys = L::kTile>
   __device__ __forceinline__ int fetch_block(const PartDesc& part, const KvList& list, const Tile& tile,
                                              int offset) const {
     const int key = offset + lookup_key();
     const int span = kHow == Loading::boxes ? 1 << maps_.box_log2 : 1;  // a box may begin before what is live in it
-    if (key + span <= tile.live_low || key >= min(tile.live_high, offset + L::kTile)) return -1;
+    if (key + span <= tile.live_low || key >= min(tile.live_high, offset + kKeys)) return -1;
     if (!list.indices) return 0;
     unsigned block, token;
     part.block.split(key - list.offset, block, token);
@@ -68,12 +70,18 @@ class HopperKeys {
     return slot < p_.k.num_slots ? slot : -1;
   }
 
-  // Writes 32 keys of the key table (this lane's key is there if slot >= 0) and returns what they have in common.
-  __device__ __forceinline__ KeyRange describe(const Tile& tile, int stage, int key, long long slot, int pos) const {
-    const int offset = tile.offset + key;
+  // Whether consumers need to be told of a tile's keys one by one.
+  __device__ __forceinline__ static bool tells(const Tile& tile) { return L::kNeedsKeys || tile.shift == kNoShift; }
+
+  // Writes 32 keys of the key table, one a lane (there if slot >= 0), and, where the pass does not say it, what they
+  // have in common.
+  __device__ __forceinline__ void tell(const Tile& tile, int stage, int part, long long slot, int pos) const {
+    if (!tells(tile)) return;
+    const int key = part * 32 + lane_, offset = tile.offset + key;
     const bool live = slot >= 0 && offset >= tile.low && offset < tile.high;
     meta_.pos[stage][key] = live ? pos : kDeadKey;
     if constexpr (L::kNeedsSlots) meta_.slot[stage][key] = live ? static_cast<int>(slot) : 0;
+    if (tile.shift != kNoShift) return;
     const unsigned there = __ballot_sync(0xffffffffu, live);
     KeyRange range;
     range.low = __reduce_min_sync(0xffffffffu, live ? pos : 0x7fffffff);
@@ -91,18 +99,7 @@ class HopperKeys {
         range.kind |= kKeysRun;
       }
     }
-    return range;
-  }
-
-  // The same by four lanes, without a look at any key, where positions run on.
-  __device__ __forceinline__ void describe_runs(const Tile& tile, int stage, int part) const {
-    const int first = tile.offset + part * 32;
-    const int low = max(tile.low, first), high = min(tile.high, first + 32) - 1;
-    KeyRange range = {0x7fffffff, kDeadKey, 0, kKeysRun};
-    if (low <= high) {
-      range = {low + tile.shift, high + tile.shift, first + tile.shift, kKeysRun | (high - low == 31 ? kKeysLive : 0)};
-    }
-    meta_.range[stage][part] = range;
+    if (lane_ == 0) meta_.range[stage][part] = range;
   }
 
   // Bounds of what exists in memory under a block row. A list may hold more than its live range; the item may want less
@@ -126,8 +123,17 @@ class HopperKeys {
     }
   }
 
-  // Reads what a walk will ask of the item after this one, so that it lies in the first-level cache by then: the walk's
-  // chain of dependent loads would else cost a few thousand clocks at every item. For one warp that has time.
+  // Coordinates of a slot under one map.
+  __device__ __forceinline__ static void locate(const FastDiv& div, long long slot, int& token, int& page) {
+    unsigned p, t;
+    div.split(static_cast<unsigned>(slot), p, t);
+    token = slot < 0 ? 0 : static_cast<int>(t);
+    page = slot < 0 ? -1 : static_cast<int>(p);
+  }
+
+  // Reads what a walk will ask of the item after this one, so that it lies in the first-level cache by then, and asks
+  // for its first tiles in L2: the walk's chain of dependent loads would else cost a few thousand clocks at every item,
+  // and the first keys of a head come from memory. For one warp that has time.
   __device__ __forceinline__ void look_ahead(const WorkItem& item) const {
     const WorkItem* next = &item + 1;
     const int worker = p_.plan->num_workers + p_.plan->wide_workers + blockIdx.x;
@@ -139,7 +145,20 @@ class HopperKeys {
     live_range(*next, part, list, next->head_begin, tile.live_low, tile.live_high);
     int stop;
     leaf_range<L::kTile>(p_, *next, next->leaf_begin, tile.offset, stop);
-    ptx::loaded(fetch_block(part, list, tile, tile.offset));
+    const int id = fetch_block<kAhead * L::kTile>(part, list, tile, tile.offset);
+    ptx::loaded(id);
+    if constexpr (kHow == Loading::boxes) {
+      int pos, token, page;
+      const long long slot = slot_in(part, list, tile.offset, id, pos);
+      if (slot >= 0) {
+        locate(maps_.page_k, slot, token, page);
+#pragma unroll
+        for (int c = 0; c < L::kDim; c += 64) ptx::tma_prefetch_4d(&maps_.k, c, token, next->head_begin, page);
+        locate(maps_.page_v, slot, token, page);
+#pragma unroll
+        for (int c = 0; c < L::kDimVo; c += 64) ptx::tma_prefetch_4d(&maps_.v, c, token, next->head_begin, page);
+      }
+    }
     ptx::loaded(list.pos + static_cast<int>(list.base));
     const int query = next->q_begin + lane_;
     if (query < next->q_end) ptx::loaded(part.request[query] + part.qo_pos[query]);

@@ -81,6 +81,10 @@ struct HopperLayout {
   static constexpr int kOffsetK = kBuffersQ * kBytesQ;
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
   static constexpr int kOffsetMeta = kOffsetV + kStages * kBytesV;
+  // Passes whose tables are there at once: they are written two passes ahead of Q, because passes of one tile leave no
+  // time for them. 6 KB each, where they fit.
+  static constexpr int kTables = Variant::reads_index_mask || kOffsetMeta > 193 * 1024 ? 2 : 4;
+  __device__ __forceinline__ static int table(int pass) { return pass & (kTables - 1); }
 };
 
 // One pass: up to kRows rows of an item under one KV head.
@@ -88,33 +92,54 @@ struct PassRecord {
   WorkItem item;
   int head, first;
   int begin, stop;  // first tile and one past the last key of the item's first leaf
-  // Where positions run on: position of offset 0 and the offsets of the keys that are there; else begin = end.
-  int shift, live_begin, live_end;
-  int done;  // 1: no pass, the list has ended
+  int runs;         // 1: positions run on with offsets, and no key between the first and the last is missing
+  int shift, live_begin,
+      live_end;  // then: position of offset 0 and the offsets of the keys that are there, end >= begin
+  int done;      // 1: no pass, the list has ended
 };
 
-// What 32 consecutive keys of a tile have in common.
+// Offset of the first live key at or past a position, and one past the last at or before it; clamped first, because the
+// subtraction may overflow.
+template <class Pass>
+__device__ __forceinline__ int offset_from(const Pass& pass, int pos) {
+  return min(max(pos, pass.shift + pass.live_begin), pass.shift + pass.live_end) - pass.shift;
+}
+template <class Pass>
+__device__ __forceinline__ int offset_past(const Pass& pass, int pos) {
+  return max(min(pos, pass.shift + pass.live_end - 1), pass.shift + pass.live_begin - 1) - pass.shift + 1;
+}
+
+// What 32 consecutive keys of a tile have in common, where the pass does not say it (PassRecord::runs).
 struct alignas(16) KeyRange {
   int low, high;  // positions of live keys
   int base;       // kKeysRun: position of the first key
   int kind;       // kKeysLive | kKeysRun
 };
+constexpr long long kNothing = -0x7fffffffffffffffLL - 1;
 constexpr int kKeysLive = 1;  // all are there
 constexpr int kKeysRun = 2;   // those that are there lie side by side and their positions ascend by one
 
-// What loaders tell consumers, and the barriers. A Q buffer (where there are two), its pass record and its row table
-// are one; so are a stage of K and its key table.
+// What loaders tell consumers, and the barriers. A pass record and its row table are one, and so are a stage of K and
+// its key table. Q goes its own way: its buffer is free when the last scores of a pass are there, a table when its rows
+// are written, one tile later and more.
 template <class L>
 struct HopperMeta {
   int pos[L::kStages][L::kTile];  // positions of the keys; kDeadKey: no key
   int slot[L::kStages][L::kNeedsSlots ? L::kTile : 4];
-  KeyRange range[L::kStages][4];  // by 32 keys
-  int4 row[2][L::kRows];          // row of q and out (-1: none), position, lowest and highest visible key position
-  int2 row_request[2][L::kRows];  // request; its true length where the host only knew a bound
-  long long mask_bit[2][L::kMaskRows];
-  int mask_from[2][L::kMaskRows];
-  PassRecord pass[2];
-  unsigned long long q_full[2], q_empty[2];
+  KeyRange range[L::kStages][4];   // by 32 keys
+  int4 row[L::kTables][L::kRows];  // row of q and out (-1: none), position, lowest and highest visible key position
+  int2 row_request[L::kTables][L::kRows];  // request; its true length where the host only knew a bound
+  int2 seen[L::kTables][L::kRows];         // offsets that the row sees where positions run on: [x, y)
+  long long out_at[L::kTables][L::kRows];  // elements of the row's place in out and in lse; kNothing: there is no row
+  long long lse_at[L::kTables][L::kRows];
+  // By 32 rows, of those that are there: highest lowest visible position, lowest highest one, shortest true length, and
+  // whether some row has a mask of its own.
+  int4 span[L::kTables][L::kRows / 32];
+  long long mask_bit[L::kTables][L::kMaskRows];
+  int mask_from[L::kTables][L::kMaskRows];
+  PassRecord pass[L::kTables];
+  unsigned long long table_full[L::kTables], table_empty[L::kTables];
+  unsigned long long q_full[2], q_empty[2];  // where Q has two buffers
   unsigned long long k_full[L::kStages], k_empty[L::kStages];
   unsigned long long v_full[L::kStages], v_empty[L::kStages];
   unsigned long long patch;
@@ -152,9 +177,21 @@ __device__ __forceinline__ void walk_passes(const RunParams& p, int worker, F&& 
 // keys, so that its rows are written by the same code as all others.
 template <int kTile>
 __device__ __forceinline__ void leaf_range(const RunParams& p, const WorkItem& item, int leaf, int& first, int& stop) {
-  const RulerDesc& ruler = p.plan->rulers[item.klass];
-  first = first_tile<kTile>(ruler.start(leaf), item.kv_begin);
-  stop = max(min(ruler.start(leaf + 1), item.kv_end), first + 1);
+  // RulerDesc::start of this leaf and the next: all is loaded before any of it is used, a load may take 600 clocks.
+  const RulerDesc ruler = p.plan->rulers[item.klass];
+  int start = 0, size = ruler.tail;
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int n = min(leaf, ruler.count[i]);
+    start += n * ruler.size[i];
+    leaf -= n;
+    size = !found && n < ruler.count[i] ? ruler.size[i] : size;
+    found = found || n < ruler.count[i];
+  }
+  start += leaf * ruler.tail;
+  first = first_tile<kTile>(start, item.kv_begin);
+  stop = max(min(start + size, item.kv_end), first + 1);
 }
 
 }  // namespace attnrt

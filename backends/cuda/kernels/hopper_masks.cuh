@@ -12,8 +12,8 @@ class HopperMasks : public HopperRows<Config, Variant> {
   using Base = HopperRows<Config, Variant>;
 
  protected:
-  using Base::any_mask_, Base::high_min_, Base::limit_min_, Base::low_max_, Base::whole_begin_, Base::whole_end_;
-  using Base::Base, Base::lane_, Base::meta_, Base::p_, Base::params_, Base::record;
+  using Base::any_mask_, Base::runs_, Base::span, Base::whole_begin_, Base::whole_end_;
+  using Base::Base, Base::lane_, Base::meta_, Base::p_, Base::params_, Base::pass_, Base::record, Base::row_of;
   using typename Base::Row;
   static constexpr int kS =
       L::kTile / 2;  // registers of a score tile: (row g: 4j, 4j + 1), (row g + 8: 4j + 2, 4j + 3)
@@ -26,24 +26,53 @@ class HopperMasks : public HopperRows<Config, Variant> {
     unsigned partial;          // bit p: some row of the warp does not see all of part p
   };
 
-  // Whether every row of the warpgroup sees the whole tile.
-  __device__ __forceinline__ bool whole(int t, int offset) const {
-    if (!Variant::mask_is_interval) return false;
-    const KeyRange range = meta_.range[t % L::kStages][lane_ % kParts];
-    const bool yes = (range.kind & kKeysLive) && range.low >= low_max_ && range.high <= high_min_;
-    return __all_sync(0xffffffffu, yes) && !any_mask_ && offset + L::kTile <= limit_min_;
+  // What rows see of tile t, before its scores are known.
+  __device__ __forceinline__ void look(View& view, const Row (&rows)[2], int t, int offset) const {
+    view.all = Variant::mask_is_interval && offset >= whole_begin_ && offset + L::kTile <= whole_end_;
+    if (view.all) return;
+    if (runs_ && !any_mask_) {
+      look_at_run(view, rows, offset);
+    } else {
+      look_at_keys(view, rows, t, offset);
+    }
   }
 
-  // What rows see of tile t, before its scores are known. Key by key only where positions do not run on or a hook
-  // decides, in loops that are not unrolled: their loads would take the registers of the products (ptxas would
-  // serialise, C7511).
-  __device__ __forceinline__ void look(View& view, const Row (&rows)[2], int t, int offset) const {
-    view.all = false;
+  // Where positions run on, a row sees one run of offsets.
+  __device__ __forceinline__ void look_at_run(View& view, const Row (&rows)[2], int offset) const {
+    view.partial = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int at = offset + part * 32;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        view.bits[part][half] = low_bits(rows[half].last - at) & ~low_bits(rows[half].first - at);
+      }
+      finish_part(view, part);
+    }
+  }
+
+  // From bits of 32 keys to those from this thread's first key on.
+  __device__ __forceinline__ void finish_part(View& view, int part) const {
+    const bool partial = (view.bits[part][0] & view.bits[part][1]) != 0xffffffffu;
+    view.partial |= (__any_sync(0xffffffffu, partial) ? 1u : 0u) << part;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) view.bits[part][half] >>= lane_ % 4 * 2;
+  }
+
+  // Key by key only where neither positions run on nor those of 32 keys, or where a hook decides, in loops that are not
+  // unrolled: their loads would take the registers of the products (ptxas would serialise, C7511).
+  __device__ __forceinline__ void look_at_keys(View& view, const Row (&rows)[2], int t, int offset) const {
+    Wanted wanted[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) wanted[half] = load_wanted(half);
     bool runs = false;
     if constexpr (Variant::mask_is_interval) {
-      view.all = (offset >= whole_begin_ && offset + L::kTile <= whole_end_) || whole(t, offset);
+      const int4 all = span();
+      const KeyRange range = meta_.range[t % L::kStages][lane_ % kParts];
+      const bool yes = (range.kind & kKeysLive) && range.low >= all.x && range.high <= all.y;
+      view.all = !runs_ && __all_sync(0xffffffffu, yes) && !any_mask_ && offset + L::kTile <= all.z;
       if (view.all) return;
-      runs = __all_sync(0xffffffffu, meta_.range[t % L::kStages][lane_ % kParts].kind & kKeysRun);
+      runs = __all_sync(0xffffffffu, range.kind & kKeysRun);
     }
     view.partial = 0;
 #pragma unroll
@@ -51,18 +80,46 @@ class HopperMasks : public HopperRows<Config, Variant> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         unsigned& bits = view.bits[part][half];
-        bits = runs ? run_bits(rows[half], t, offset, part) : key_bits(rows[half], t, offset, part);
-        if constexpr (Variant::reads_index_mask) bits = masked_bits(rows[half], offset + part * 32, bits);
+        const int at = offset + part * 32;
+        if (runs_) {
+          bits = low_bits(rows[half].last - at) & ~low_bits(rows[half].first - at);
+        } else {
+          bits = runs ? run_bits(wanted[half], t, offset, part) : key_bits(rows[half], wanted[half], t, offset, part);
+        }
+        if constexpr (Variant::reads_index_mask) bits = masked_bits(wanted[half], at, bits);
       }
-      const bool partial = (view.bits[part][0] & view.bits[part][1]) != 0xffffffffu;
-      view.partial |= (__any_sync(0xffffffffu, partial) ? 1u : 0u) << part;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) view.bits[part][half] >>= lane_ % 4 * 2;
+      finish_part(view, part);
     }
   }
 
-  // What a row sees of 32 keys that run on, the index's mask aside.
-  __device__ __forceinline__ unsigned run_bits(const Row& row, int t, int offset, int part) const {
+  // What the tables say of a thread's row, where offsets do not say it all.
+  struct Wanted {
+    int low, high, limit;
+    int mask_from;
+    long long mask_bit;
+  };
+  __device__ __forceinline__ Wanted load_wanted(int half) const {
+    const int r = row_of(half);
+    Wanted x;
+    x.low = meta_.row[L::table(pass_)][r].z;
+    x.high = meta_.row[L::table(pass_)][r].w;
+    x.limit = meta_.row_request[L::table(pass_)][r].y;
+    x.mask_bit = kNoMask;
+    x.mask_from = 0;
+    if constexpr (Variant::reads_index_mask) {
+      x.mask_bit = meta_.mask_bit[L::table(pass_)][r];
+      x.mask_from = meta_.mask_from[L::table(pass_)][r];
+    }
+    return x;
+  }
+
+  // The lowest n bits, none for n <= 0, all for n >= 32.
+  __device__ __forceinline__ static unsigned low_bits(int n) {
+    return __funnelshift_rc(0xffffffffu, 0u, max(32 - n, 0));
+  }
+
+  // What a row sees of 32 keys that run on among others that do not, the index's mask aside.
+  __device__ __forceinline__ unsigned run_bits(const Wanted& row, int t, int offset, int part) const {
     const KeyRange range = meta_.range[t % L::kStages][part];
     // The first and the last key that the row sees, by place; the clamps keep differences from overflowing.
     const int low = min(max(row.low, range.low), max(range.high, range.base - 1) + 1) - range.base;
@@ -72,7 +129,8 @@ class HopperMasks : public HopperRows<Config, Variant> {
   }
 
   // The same for any keys: this thread's eight of them, the others 0.
-  __device__ __forceinline__ unsigned key_bits(const Row& row, int t, int offset, int part) const {
+  __device__ __forceinline__ unsigned key_bits(const Row& row, const Wanted& wanted, int t, int offset,
+                                               int part) const {
     unsigned bits = 0;
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
@@ -80,7 +138,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
       Ctx c = row.ctx;
       c.kv_pos = meta_.pos[t % L::kStages][key];
       if constexpr (L::kNeedsSlots) c.kv_slot = meta_.slot[t % L::kStages][key];
-      bool yes = c.kv_pos >= row.low && c.kv_pos <= row.high && offset + key < row.limit;
+      bool yes = c.kv_pos >= wanted.low && c.kv_pos <= wanted.high && offset + key < wanted.limit;
       if constexpr (!Variant::mask_is_interval) yes = yes && Variant::mask(params_, row.hook, c);
       bits |= (yes ? 1u : 0u) << place;
     }
@@ -88,7 +146,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
   }
 
   // Bits of 32 keys from offset `start` on, and the index's mask. Only bytes of keys that are seen are read.
-  __device__ __forceinline__ unsigned masked_bits(const Row& row, int start, unsigned bits) const {
+  __device__ __forceinline__ unsigned masked_bits(const Wanted& row, int start, unsigned bits) const {
     if (row.mask_bit == kNoMask) return bits;
     const int before = row.mask_from - start;  // keys that the mask does not speak of
     const unsigned asked = bits & (before <= 0 ? 0xffffffffu : before >= 32 ? 0u : 0xffffffffu << before);

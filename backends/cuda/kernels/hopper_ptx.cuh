@@ -69,6 +69,23 @@ ATTNRT_DEV void prefetch_l2(const char* p) {
   for (int i = 0; i < kBytes; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(p + i));
 }
 
+// Registers of an accumulator that hold nothing: what became of the last product may lie elsewhere.
+template <int N>
+ATTNRT_DEV void fresh(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i]));
+}
+
+// Asks for one box of a 4-D tensor map in L2.
+ATTNRT_DEV void tma_prefetch_4d(const void* map, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%3,%4}];" ::"l"(map), "r"(c0), "r"(c1),
+               "r"(c2), "r"(c3)
+               : "memory");
+}
+
+// Sleeps for about `ns` nanoseconds.
+ATTNRT_DEV void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+
 // A use that keeps the load of x.
 ATTNRT_DEV void loaded(int x) { asm volatile("" ::"r"(x)); }
 

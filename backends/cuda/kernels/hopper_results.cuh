@@ -21,7 +21,8 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     bool folds, first;
     float m[2], l[2];
     FinishRow row[2];
-    long long to[2];  // element of the output row, or row of the partial states; kNothing: none
+    long long to[2];   // element of the output row, or row of the partial states; kNothing: none
+    long long lse[2];  // element of lse, or kNothing
     Ctx ctx[2];
   };
 
@@ -29,7 +30,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   // The quad's sums, the maxima as base-2 logits, the fold onto the leaves before, what divides the rows.
   __device__ __forceinline__ void close_leaf(Closing& closing, int pass, int leaf, bool ends, const float (&m)[2],
                                              const float (&l)[2]) const {
-    const PassRecord& record = meta_.pass[pass & 1];
+    const PassRecord& record = meta_.pass[L::table(pass)];
     const WorkItem& item = record.item;
     closing.folds = Config::folds && item.fold && item.leaf_end - item.leaf_begin > 1;
     closing.first = leaf == 0;
@@ -47,15 +48,20 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Ctx c = closing.ctx[half] = context(pass, row_of(half));
-      closing.to[half] = kNothing;
-      if (closing.fate == Fate::rows) {
-        if (c.qo_row >= 0) closing.to[half] = c.qo_row * p_.out_stride_row + c.qo_head * p_.out_stride_head;
-      } else if (c.qo_row >= 0) {
-        const int query = (record.first + row_of(half)) / Config::group, part = item.fold ? 0 : leaf;
+      const int r = row_of(half);
+      if constexpr (Variant::has_sink || Variant::has_output) closing.ctx[half] = context(pass, r);
+      closing.to[half] = meta_.out_at[L::table(pass)][r];
+      closing.lse[half] = meta_.lse_at[L::table(pass)][r];
+    }
+    if (closing.fate == Fate::state) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (closing.to[half] == kNothing) continue;
+        const int row = record.first + row_of(half), part = item.fold ? 0 : leaf;
         closing.to[half] =
-            (static_cast<long long>(item.slot) + part * (item.q_end - item.q_begin) + query) * p_.num_qo_heads +
-            c.qo_head;
+            (static_cast<long long>(item.slot) + part * (item.q_end - item.q_begin) + row / Config::group) *
+                p_.num_qo_heads +
+            record.head * Config::group + row % Config::group;
       }
     }
     if (closing.fate == Fate::rows && !closing.folds) divide(closing);
@@ -64,10 +70,12 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   // What rows are divided by, and their log-sum-exp: even lanes for one row, odd lanes for the other.
   __device__ __forceinline__ void divide(Closing& closing) const {
     const bool odd = lane_ & 1;
-    const Ctx c = odd ? closing.ctx[1] : closing.ctx[0];
+    Ctx c = {};
+    if constexpr (Variant::has_sink) c = odd ? closing.ctx[1] : closing.ctx[0];
     const FinishRow row =
         finish_head<Variant>(params_, c, odd ? closing.m[1] : closing.m[0], odd ? closing.l[1] : closing.l[0]);
-    if (lane_ % 4 < 2 && c.qo_row >= 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
+    const long long at = odd ? closing.lse[1] : closing.lse[0];
+    if (lane_ % 4 < 2 && at != kNothing) p_.lse[at] = row.lse;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       closing.row[half] = {__shfl_sync(0xffffffffu, row.inverse, lane_ / 4 * 4 + half), 0.0f};
@@ -198,8 +206,6 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     a = high ? other : a;
     b = high ? b : other;
   }
-
-  static constexpr long long kNothing = -0x7fffffffffffffffLL - 1;
 };
 
 }  // namespace attnrt

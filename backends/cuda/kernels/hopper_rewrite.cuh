@@ -251,10 +251,6 @@ class HopperRewriter {
     if constexpr (L::kRewritesV) {
       if (t > 0) values(t - 1, before);
     }
-    if constexpr (L::kRewritesQ && L::kBuffersQ == 2) {  // the record that says that the list has ended
-      ptx::mbar_wait(bar(meta_.q_raw[count & 1]), count >> 1 & 1);
-      hand_over(bar(meta_.q_full[count & 1]));
-    }
   }
 
  private:
@@ -323,36 +319,35 @@ class HopperRewriter {
   }
 
   __device__ __forceinline__ void queries(int count, int head, int first) const {
-    const int buffer = count & 1;
+    const int buffer = count & 1, rows = L::table(count);
     const unsigned tile = base_ + (buffer & (L::kBuffersQ - 1)) * L::kBytesQ;
+    ptx::mbar_wait(bar(meta_.table_full[rows]), count / L::kTables & 1);
     if constexpr (L::kBuffersQ == 2) {
       ptx::mbar_wait(bar(meta_.q_raw[buffer]), count >> 1 & 1);
-      map_queries<kOwnQ>(tile, warp_ * kOwnQ, buffer, head, first);
+      map_queries<kOwnQ>(tile, warp_ * kOwnQ, rows, head, first);
       hand_over(bar(meta_.q_full[buffer]));
     } else {
-      ptx::mbar_wait(bar(meta_.q_full[buffer]), count >> 1 & 1);  // tables
 #pragma unroll 1
       for (int group = 0; group < L::kGroups; ++group) {
         ptx::mbar_wait(bar(meta_.q_raw[group]), count & 1);
-        map_queries<16>(tile, group * 64 + warp_ * 16, buffer, head, first);
+        map_queries<16>(tile, group * 64 + warp_ * 16, rows, head, first);
         hand_over(bar(meta_.half_full[group]));
       }
     }
   }
 
   template <int kRows>
-  __device__ __forceinline__ void map_queries(unsigned tile, int row0, int buffer, int head, int first) const {
+  __device__ __forceinline__ void map_queries(unsigned tile, int row0, int rows, int head, int first) const {
     if constexpr (L::kTurns) {
       return turn_rows<kTo, kOver, L::kSlabQ, kRows>(
-          tile, table(), row0, lane_, [&](int d) { return phase(d); },
-          [&](int row) { return meta_.row[buffer][row].y; });
+          tile, table(), row0, lane_, [&](int d) { return phase(d); }, [&](int row) { return meta_.row[rows][row].y; });
     }
     map_rows<kTo, Variant::query_pairing, Variant::query_dim, L::kDim, L::kSlabQ, kRows>(
         tile, row0, lane_, [&](int row, int d, float& x0, float& x1) {
-          const int4 entry = meta_.row[buffer][row];
+          const int4 entry = meta_.row[rows][row];
           if (entry.x < 0) return;
           Ctx c;
-          c.request = meta_.row_request[buffer][row].x;
+          c.request = meta_.row_request[rows][row].x;
           c.qo_row = entry.x;
           c.qo_pos = entry.y;
           c.kv_head = head;

@@ -29,22 +29,20 @@ class HopperRows {
   struct Row {
     typename Variant::Row hook;
     Ctx ctx;
-    long long mask_bit;
-    int mask_from;
-    int low, high, limit;
+    int first, last;  // offsets that the row sees where positions run on: [first, last)
   };
 
   // This thread's rows are g and g + 8 of its warp's sixteen.
   __device__ __forceinline__ int row_of(int half) const { return group_ * 64 + warp_ * 16 + half * 8 + lane_ / 4; }
 
-  __device__ __forceinline__ const PassRecord& record() const { return meta_.pass[pass_ & 1]; }
+  __device__ __forceinline__ const PassRecord& record() const { return meta_.pass[L::table(pass_)]; }
 
   // What hooks may ask about row r of a pass.
   __device__ __forceinline__ Ctx context(int pass, int r) const {
-    const PassRecord& record = meta_.pass[pass & 1];
-    const int4 entry = meta_.row[pass & 1][r];
+    const PassRecord& record = meta_.pass[L::table(pass)];
+    const int4 entry = meta_.row[L::table(pass)][r];
     Ctx c;
-    c.request = meta_.row_request[pass & 1][r].x;
+    c.request = meta_.row_request[L::table(pass)][r].x;
     c.qo_row = entry.x;
     c.qo_pos = entry.y;
     c.kv_head = record.head;
@@ -56,46 +54,38 @@ class HopperRows {
     return c;
   }
 
+  // Most of it has been worked out by the loader's warp: this is code that runs once a pass, at the speed of
+  // instruction fetch, while no product is under way.
   __device__ __forceinline__ void load_rows(Row (&rows)[2]) {
-    int low_max = kDeadKey, high_min = 0x7fffffff, limit_min = 0x7fffffff, any_mask = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Row& row = rows[half];
       const int r = row_of(half);
       row.ctx = context(pass_, r);
       row.hook = Variant::row(params_, row.ctx);
-      row.low = meta_.row[pass_ & 1][r].z;
-      row.high = meta_.row[pass_ & 1][r].w;
-      row.limit = meta_.row_request[pass_ & 1][r].y;
-      row.mask_bit = kNoMask;
-      row.mask_from = 0;
-      if constexpr (Variant::reads_index_mask) {
-        row.mask_bit = meta_.mask_bit[pass_ & 1][r];
-        row.mask_from = meta_.mask_from[pass_ & 1][r];
-      }
+      const int2 seen = meta_.seen[L::table(pass_)][r];
+      row.first = seen.x;
+      row.last = seen.y;
     }
-    // What all rows of the warpgroup see: its warps must go the same way, because they multiply together.
-#pragma unroll
-    for (int r = group_ * 64 + lane_; r < (group_ + 1) * 64; r += 32) {
-      const int4 entry = meta_.row[pass_ & 1][r];
-      if (entry.x < 0) continue;  // rows past the item's end do not make the others' tiles partial
-      low_max = max(low_max, entry.z);
-      high_min = min(high_min, entry.w);
-      limit_min = min(limit_min, meta_.row_request[pass_ & 1][r].y);
-      if constexpr (Variant::reads_index_mask) any_mask |= meta_.mask_bit[pass_ & 1][r] != kNoMask;
-    }
-    low_max_ = __reduce_max_sync(0xffffffffu, low_max);
-    high_min_ = __reduce_min_sync(0xffffffffu, high_min);
-    limit_min_ = __reduce_min_sync(0xffffffffu, limit_min);
-    any_mask_ = Variant::reads_index_mask && __any_sync(0xffffffffu, any_mask);
-    // Tiles that all rows see whole, where positions run on with offsets.
+    // What all rows of the warpgroup see, as offsets where positions run on: its warps must go the same way, because
+    // they multiply together.
     const PassRecord& pass = record();
-    whole_begin_ = max(low_max_, pass.shift + pass.live_begin) - pass.shift;
-    whole_end_ = min(min(high_min_, pass.shift + pass.live_end - 1) - pass.shift + 1, limit_min_);
-    if (!Variant::mask_is_interval || any_mask_ || negate_ || pass.live_begin >= pass.live_end) {
+    const int4 all = span();
+    runs_ = Variant::mask_is_interval && pass.runs;
+    any_mask_ = Variant::reads_index_mask && all.w;
+    shift_ = pass.shift;
+    whole_begin_ = offset_from(pass, all.x);
+    whole_end_ = min(offset_past(pass, all.y), all.z);
+    if (!runs_ || any_mask_ || negate_) {
       whole_begin_ = 0x7fffffff;
       whole_end_ = 0;
     }
+  }
+
+  // HopperMeta::span of the warpgroup's rows.
+  __device__ __forceinline__ int4 span() const {
+    const int4 x = meta_.span[L::table(pass_)][2 * group_], y = meta_.span[L::table(pass_)][2 * group_ + 1];
+    return make_int4(max(x.x, y.x), min(x.y, y.y), min(x.z, y.z), x.w | y.w);
   }
 
   const RunParams& p_;
@@ -103,10 +93,10 @@ class HopperRows {
   const unsigned base_;
   M& meta_;
   int lane_, group_, warp_;
-  int tile_, pass_;  // so far: they number buffers and phases
-  int low_max_, high_min_, limit_min_;
-  int whole_begin_, whole_end_;  // offsets
-  bool any_mask_, negate_;
+  int tile_, pass_;                // so far: they number buffers and phases
+  int whole_begin_, whole_end_;    // offsets
+  int shift_;                      // where positions run on: position of offset 0
+  bool any_mask_, negate_, runs_;  // runs_: positions run on with offsets
   float scale_;
 };
 

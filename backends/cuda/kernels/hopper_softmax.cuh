@@ -12,38 +12,59 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   using Base = HopperMasks<Config, Variant>;
 
  protected:
-  using Base::Base, Base::scale_;
+  using Base::Base, Base::scale_, Base::shift_;
   using Base::base_, Base::kS, Base::lane_, Base::mask_bits, Base::meta_, Base::negate_, Base::p_, Base::params_;
   using typename Base::Row, typename Base::View;
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
   static constexpr int kO = L::kDimVo / 2;
 
-  // Hooks on the scores of tile t.
-  __device__ __forceinline__ void hooks(float (&s)[kS], const Row (&rows)[2], int t) const {
-    const int stage = t % L::kStages;
+  // Hooks on the scores of tile t, whose first key has that offset. kRuns: positions run on and all keys are there.
+  // Where hooks have quick forms, 8 scores at a time: what comes out in doubt is computed again.
+  template <bool kRuns>
+  __device__ __forceinline__ void hooks(float (&s)[kS], const Row (&rows)[2], int t, int offset) const {
     if constexpr (Variant::has_logits || !Variant::use_softmax) {
+      constexpr int kChunk = 8;
 #pragma unroll
-      for (int n = 0; n < L::kTile / 8; ++n)
+      for (int first = 0; first < kS; first += kChunk) {
+        if constexpr (Variant::quick_logits) {
+          float x[kChunk];
+          Doubt doubt;
+          const QuickParams quick = {params_, doubt};
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int key = n * 8 + lane_ % 4 * 2 + e;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            Ctx c = rows[half].ctx;
-            c.kv_pos = meta_.pos[stage][key];
-            if constexpr (L::kNeedsSlots) c.kv_slot = meta_.slot[stage][key];
-            float& x = s[4 * n + 2 * half + e];
-            x = Variant::logits(params_, rows[half].hook, c, x * p_.sm_scale);
+          for (int i = 0; i < kChunk; ++i) {
+            x[i] = s[first + i];
+            s[first + i] = hooked<kRuns>(quick, rows, t, offset, first + i, x[i]);
           }
+          if (__any_sync(0xffffffffu, doubt.raised())) {
+#pragma unroll
+            for (int i = 0; i < kChunk; ++i) {
+              s[first + i] = hooked<kRuns>(params_, rows, t, offset, first + i, x[i]);
+            }
+          }
+        } else {
+#pragma unroll
+          for (int i = first; i < first + kChunk; ++i) s[i] = hooked<kRuns>(params_, rows, t, offset, i, s[i]);
         }
+      }
     }
+  }
+
+  // Element i of a thread's scores: key 8 (i / 4) + 2 (lane % 4) + i % 2, row i / 2 % 2.
+  template <bool kRuns, class Params>
+  __device__ __forceinline__ float hooked(const Params& params, const Row (&rows)[2], int t, int offset, int i,
+                                          float x) const {
+    const Row& row = rows[i / 2 % 2];
+    const int stage = t % L::kStages, key = i / 4 * 8 + i % 2 + lane_ % 4 * 2;
+    Ctx c = row.ctx;
+    c.kv_pos = kRuns ? offset + shift_ + lane_ % 4 * 2 + (i / 4 * 8 + i % 2) : meta_.pos[stage][key];
+    if constexpr (L::kNeedsSlots) c.kv_slot = meta_.slot[stage][key];
+    return Variant::logits(params, row.hook, c, x * p_.sm_scale);
   }
 
   // Hooks and masks; without hooks a tile that all rows see whole is left alone.
   __device__ __forceinline__ void logits(float (&s)[kS], const Row (&rows)[2], int t, int offset,
                                          const View& view) const {
-    const int stage = t % L::kStages;
-    hooks(s, rows, t);
+    hooks<false>(s, rows, t, offset);
     if (negate_) {
 #pragma unroll
       for (int i = 0; i < kS; ++i) s[i] = -s[i];

@@ -12,7 +12,7 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
   using Base = HopperKeys<Config, Variant, kHow>;
 
  protected:
-  using Base::Base, Base::arrived_half, Base::arrived_q, Base::bar, Base::base_, Base::kNoShift, Base::lane_,
+  using Base::arrived_half, Base::arrived_q, Base::Base, Base::bar, Base::base_, Base::kNoShift, Base::lane_,
       Base::look_ahead, Base::meta_, Base::p_;
   using Base::params_, Base::want;
   using typename Base::Tile;
@@ -44,9 +44,33 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     return x;
   }
 
+  // The record of a pass but for its item; a warp's work, because bounds of lengths are.
+  struct Bounds {
+    int begin, stop, runs, shift, live_begin, live_end;
+  };
+  __device__ __forceinline__ Bounds make_bounds(const WorkItem& item, const PartDesc& part, int head) const {
+    KvList list;
+    list.open(part, item.row, head);
+    Tile tile;
+    want(item, part, list, head, tile);
+    Bounds x;
+    x.runs = tile.shift != kNoShift;
+    x.shift = list.pos - list.offset;
+    x.live_begin = tile.low;
+    x.live_end = max(tile.high, tile.low);
+    leaf_range<L::kTile>(p_, item, item.leaf_begin, x.begin, x.stop);
+    return x;
+  }
+
   // Table entry of row r of a pass.
-  __device__ __forceinline__ void write_row(const WorkItem& item, const PartDesc& part, int head, int first, int r,
-                                            const Query& query, int buffer) {
+  struct Entry {
+    int4 row;
+    int2 request;
+    long long bit;
+    int from;
+  };
+  __device__ __forceinline__ Entry make_row(const WorkItem& item, const PartDesc& part, int head, int first, int r,
+                                            const Query& query) const {
     int4 row = make_int4(-1, 0, 0x7fffffff, kDeadKey);
     int2 request = make_int2(0, 0x7fffffff);
     long long bit = kNoMask;
@@ -80,62 +104,121 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
         }
       }
     }
-    meta_.row[buffer][r] = row;
-    meta_.row_request[buffer][r] = request;
+    return {row, request, bit, from};
+  }
+
+  // A warp's work, after the buffer is free: row r belongs to lane r % 32. What follows from an entry is worked out
+  // here and not before, because entries wait in registers.
+  __device__ __forceinline__ void write_row(const Entry& entry, const Bounds& bounds, int head, int first, int r,
+                                            int pass) const {
+    meta_.row[L::table(pass)][r] = entry.row;
+    meta_.row_request[L::table(pass)][r] = entry.request;
+    const int4 row = entry.row;
+    const int limit = entry.request.y;
+    meta_.seen[L::table(pass)][r] = make_int2(offset_from(bounds, row.z), min(offset_past(bounds, row.w), limit));
+    const long long qo_head = head * Config::group + (first + r) % Config::group;
+    const bool there = row.x >= 0;
+    meta_.out_at[L::table(pass)][r] = there ? row.x * p_.out_stride_row + qo_head * p_.out_stride_head : kNothing;
+    meta_.lse_at[L::table(pass)][r] =
+        there && p_.lse ? row.x * p_.lse_stride_row + qo_head * p_.lse_stride_head : kNothing;
+    // Rows past the item's end do not make the others' tiles partial.
+    int4 span;
+    span.x = __reduce_max_sync(0xffffffffu, there ? row.z : kDeadKey);
+    span.y = __reduce_min_sync(0xffffffffu, there ? row.w : 0x7fffffff);
+    span.z = __reduce_min_sync(0xffffffffu, there ? limit : 0x7fffffff);
+    span.w = Variant::reads_index_mask && __any_sync(0xffffffffu, entry.bit != kNoMask);
+    if (lane_ == 0) meta_.span[L::table(pass)][r / 32] = span;
     if constexpr (Variant::reads_index_mask) {
-      meta_.mask_bit[buffer][r] = bit;
-      meta_.mask_from[buffer][r] = from;
+      meta_.mask_bit[L::table(pass)][r] = entry.bit;
+      meta_.mask_from[L::table(pass)][r] = entry.from;
     }
   }
 
-  // The record of a pass; a warp's work, because bounds of lengths are.
-  __device__ __forceinline__ void write_pass(const WorkItem& item, const PartDesc& part, int head, int first,
-                                             int buffer) {
-    KvList list;
-    list.open(part, item.row, head);
-    Tile tile;
-    want(item, part, list, head, tile);
+  __device__ __forceinline__ void write_pass(const WorkItem& item, const Bounds& x, int head, int first,
+                                             int pass) const {
     if (lane_ != 0) return;
-    PassRecord& pass = meta_.pass[buffer];
-    pass.shift = list.pos - list.offset;
-    pass.live_begin = tile.low;
-    pass.live_end = tile.shift == kNoShift ? tile.low : tile.high;
-    pass.item = item;
-    pass.head = head;
-    pass.first = first;
-    pass.done = 0;
-    leaf_range<L::kTile>(p_, item, item.leaf_begin, pass.begin, pass.stop);
+    PassRecord& record = meta_.pass[L::table(pass)];
+    record.item = item;
+    record.head = head;
+    record.first = first;
+    record.begin = x.begin;
+    record.stop = x.stop;
+    record.runs = x.runs;
+    record.shift = x.shift;
+    record.live_begin = x.live_begin;
+    record.live_end = x.live_end;
+    record.done = 0;
   }
 
-  __device__ __forceinline__ void wait_queries(int count) const {
-    ptx::mbar_wait(bar(meta_.q_empty[count & 1]), (count >> 1 & 1) ^ 1);
+  // The table of a pass, and Q's buffer where there are two. Long waits as a rule: they must not take issue slots from
+  // the consumers.
+  __device__ __forceinline__ void wait_table(int pass) const {
+    while (!ptx::mbar_try_wait(bar(meta_.table_empty[L::table(pass)]), (pass / L::kTables & 1) ^ 1)) ptx::nap(40);
+  }
+  __device__ __forceinline__ void wait_queries(int pass) const {
+    while (!ptx::mbar_try_wait(bar(meta_.q_empty[pass & 1]), (pass >> 1 & 1) ^ 1)) ptx::nap(40);
   }
 
   __device__ __forceinline__ void run_rows() {
     int count = 0;
     walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
       const PartDesc& part = p_.plan->parts[item.part];
+      // All that takes time comes before the buffer is free.
       Query query[L::kRows / 32];
 #pragma unroll
       for (int i = 0; i < L::kRows / 32; ++i) query[i] = fetch_query(item, part, first + i * 32 + lane_);
       look_ahead(item);
-      wait_queries(count);
-      write_pass(item, part, head, first, count & 1);
+      const Bounds bounds = make_bounds(item, part, head);
+      Entry entry[L::kRows / 32];
 #pragma unroll
       for (int i = 0; i < L::kRows / 32; ++i) {
-        write_row(item, part, head, first, i * 32 + lane_, query[i], count & 1);
+        entry[i] = make_row(item, part, head, first, i * 32 + lane_, query[i]);
       }
-      ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
+      wait_table(count);
+      write_pass(item, bounds, head, first, count);
+#pragma unroll
+      for (int i = 0; i < L::kRows / 32; ++i) write_row(entry[i], bounds, head, first, i * 32 + lane_, count);
+      ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
       ++count;
     });
-    wait_queries(count);
-    if (lane_ == 0) meta_.pass[count & 1].done = 1;
-    ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
+    wait_table(count);
+    if (lane_ == 0) meta_.pass[L::table(count)].done = 1;
+    ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
   }
 
   // Where there is one buffer of Q: the half of a warpgroup is free for pass `count`.
   __device__ __forceinline__ void wait_half(int group, int count) const {
     ptx::mbar_wait(bar(meta_.half_empty[group]), (count & 1) ^ 1);
+  }
+
+  // Whether `rows` rows of Q lie as copy_even wants them, and where the first of the pass lies then.
+  __device__ __forceinline__ bool evenly(const WorkItem& item, const PartDesc& part, int head, int first, int row,
+                                         int rows, const char*& at) const {
+    at = p_.q + ((item.q_begin + first / Config::group) * p_.q_stride_row +
+                 static_cast<long long>(head * Config::group) * p_.q_stride_head) *
+                    2;
+    return 32 % Config::group == 0 && vector_queries() && !part.qo_index &&
+           item.q_begin + (first + row + rows) / Config::group <= item.q_end;
+  }
+
+  // 32 rows of Q, from row `row` of a pass on.
+  __device__ __forceinline__ void copy_queries(const WorkItem& item, const PartDesc& part, int head, int first, int row,
+                                               int pass) const {
+    const char* at;
+    const bool even = evenly(item, part, head, first, row, 32, at);
+    copy_queries(even, at, item, part, head, first, row, pass);
+  }
+  __device__ __forceinline__ void copy_queries(bool even, const char* at, const WorkItem& item, const PartDesc& part,
+                                               int head, int first, int row, int pass) const {
+    const unsigned tile = base_ + (pass & (L::kBuffersQ - 1)) * L::kBytesQ;
+    if constexpr (32 % Config::group == 0) {
+      if (even) {
+        return copy_even<L::kDim, L::kSlabQ, Config::group>(at, tile, row, p_.q_stride_row * 2, p_.q_stride_head * 2,
+                                                            lane_);
+      }
+    }
+    gather_any<L::kDim, L::kSlabQ, 2, false>(vector_queries(), p_.q, tile, row,
+                                             query_offset(item, part, head, first + row + lane_), lane_);
   }
 
   __device__ __forceinline__ void run_queries() {
@@ -153,31 +236,24 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
         ++count;
         return;
       }
+      const char* at;
+      const bool even = evenly(item, part, head, first, 0, L::kRows, at);  // before the wait: it reads the plan
       wait_queries(count);
 #pragma unroll 1
-      for (int row = 0; row < L::kRows; row += 32) {
-        gather_any<L::kDim, L::kSlabQ, 2>(vector_queries(), p_.q, base_ + (count & 1) * L::kBytesQ, row,
-                                          query_offset(item, part, head, first + row + lane_), lane_);
-      }
+      for (int row = 0; row < L::kRows; row += 32) copy_queries(even, at, item, part, head, first, row, count);
       ptx::cp_async_commit();
       ptx::cp_async_wait<0>();
       ptx::fence_proxy_async();
       ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
       ++count;
     });
-    if constexpr (L::kBuffersQ == 1) return;
-    wait_queries(count);
-    ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
   }
 
   __device__ __forceinline__ void bring_half(const WorkItem& item, const PartDesc& part, int head, int first, int group,
                                              int count) const {
     wait_half(group, count);
-#pragma unroll
-    for (int row = group * 64; row < group * 64 + 64; row += 32) {
-      gather_any<L::kDim, L::kSlabQ, 2>(vector_queries(), p_.q, base_, row,
-                                        query_offset(item, part, head, first + row + lane_), lane_);
-    }
+#pragma unroll 1
+    for (int row = group * 64; row < group * 64 + 64; row += 32) copy_queries(item, part, head, first, row, 0);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     ptx::fence_proxy_async();
