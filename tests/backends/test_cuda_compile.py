@@ -103,8 +103,8 @@ HOPPER_SPECS = {
     "alibi": ({"variant": (v.causal(), v.alibi())}, (44, 68, 78, 98)),
     "mask": ({"variant": (v.custom_mask(),)}, (72, 80, 122, 126)),
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.
-    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (64, 112, 136, 176)),
-    "rope": ({"variant": (v.causal(), v.rope(128))}, (240, 328, 352, 448)),
+    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (98, 278, 118, 322)),
+    "rope": ({"variant": (v.causal(), v.rope(128))}, (366, 514, 378, 560)),
 }
 
 
