@@ -301,8 +301,8 @@ CUDA_MUTANTS = (
     Mutant(
         name="bits of a tile end one key early (Hopper)",
         file=KERNELS + "hopper_masks.cuh",
-        old="0xffffffffu >> (31 - min(high, 31))",
-        new="0xffffffffu >> (31 - min(high, 30))",
+        old="__funnelshift_rc(0xffffffffu, 0u, max(32 - n, 0))",
+        new="__funnelshift_rc(0xffffffffu, 0u, max(33 - n, 0))",
         test=EMULATED_HOPPER + " -k 'boxes_and_keys and 16'",
     ),
     Mutant(
