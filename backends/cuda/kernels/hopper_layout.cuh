@@ -84,6 +84,8 @@ struct HopperLayout {
   // Passes whose tables are there at once: they are written two passes ahead of Q, because passes of one tile leave no
   // time for them. 6 KB each, where they fit.
   static constexpr int kTables = Variant::reads_index_mask || kOffsetMeta > 193 * 1024 ? 2 : 4;
+  // What follows from a row's entry is worked out by the loader where its table fits, else by consumers.
+  static constexpr bool kWorkedOut = kOffsetMeta <= 193 * 1024;
   __device__ __forceinline__ static int table(int pass) { return pass & (kTables - 1); }
 };
 
@@ -128,10 +130,11 @@ struct HopperMeta {
   int slot[L::kStages][L::kNeedsSlots ? L::kTile : 4];
   KeyRange range[L::kStages][4];   // by 32 keys
   int4 row[L::kTables][L::kRows];  // row of q and out (-1: none), position, lowest and highest visible key position
-  int2 row_request[L::kTables][L::kRows];  // request; its true length where the host only knew a bound
-  int2 seen[L::kTables][L::kRows];         // offsets that the row sees where positions run on: [x, y)
-  long long out_at[L::kTables][L::kRows];  // elements of the row's place in out and in lse; kNothing: there is no row
-  long long lse_at[L::kTables][L::kRows];
+  int2 row_request[L::kTables][L::kRows];               // request; its true length where the host only knew a bound
+  int2 seen[L::kTables][L::kWorkedOut ? L::kRows : 2];  // offsets that the row sees where positions run on: [x, y)
+  long long out_at[L::kTables][L::kWorkedOut ? L::kRows : 2];  // elements of the row's place in out and in lse;
+                                                               // kNothing: there is no row
+  long long lse_at[L::kTables][L::kWorkedOut ? L::kRows : 2];
   // By 32 rows, of those that are there: highest lowest visible position, lowest highest one, shortest true length, and
   // whether some row has a mask of its own.
   int4 span[L::kTables][L::kRows / 32];

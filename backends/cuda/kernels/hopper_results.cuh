@@ -50,8 +50,8 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     for (int half = 0; half < 2; ++half) {
       const int r = row_of(half);
       if constexpr (Variant::has_sink || Variant::has_output) closing.ctx[half] = context(pass, r);
-      closing.to[half] = meta_.out_at[L::table(pass)][r];
-      closing.lse[half] = meta_.lse_at[L::table(pass)][r];
+      closing.to[half] = this->out_at(pass, r);
+      closing.lse[half] = this->lse_at(pass, r);
     }
     if (closing.fate == Fate::state) {
 #pragma unroll

@@ -63,7 +63,7 @@ class HopperRows {
       const int r = row_of(half);
       row.ctx = context(pass_, r);
       row.hook = Variant::row(params_, row.ctx);
-      const int2 seen = meta_.seen[L::table(pass_)][r];
+      const int2 seen = seen_by(r);
       row.first = seen.x;
       row.last = seen.y;
     }
@@ -79,6 +79,37 @@ class HopperRows {
     if (!runs_ || any_mask_ || negate_) {
       whole_begin_ = 0x7fffffff;
       whole_end_ = 0;
+    }
+  }
+
+  // HopperMeta::seen, out_at and lse_at of row r.
+  __device__ __forceinline__ int2 seen_by(int r) const {
+    if constexpr (L::kWorkedOut) {
+      return meta_.seen[L::table(pass_)][r];
+    } else {
+      const int4 row = meta_.row[L::table(pass_)][r];
+      return make_int2(offset_from(record(), row.z),
+                       min(offset_past(record(), row.w), meta_.row_request[L::table(pass_)][r].y));
+    }
+  }
+  __device__ __forceinline__ long long place(int pass, int r, long long stride_row, long long stride_head) const {
+    const PassRecord& record = meta_.pass[L::table(pass)];
+    const int row = meta_.row[L::table(pass)][r].x;
+    const long long head = record.head * Config::group + (record.first + r) % Config::group;
+    return row >= 0 ? row * stride_row + head * stride_head : kNothing;
+  }
+  __device__ __forceinline__ long long out_at(int pass, int r) const {
+    if constexpr (L::kWorkedOut) {
+      return meta_.out_at[L::table(pass)][r];
+    } else {
+      return place(pass, r, p_.out_stride_row, p_.out_stride_head);
+    }
+  }
+  __device__ __forceinline__ long long lse_at(int pass, int r) const {
+    if constexpr (L::kWorkedOut) {
+      return meta_.lse_at[L::table(pass)][r];
+    } else {
+      return p_.lse ? place(pass, r, p_.lse_stride_row, p_.lse_stride_head) : kNothing;
     }
   }
 

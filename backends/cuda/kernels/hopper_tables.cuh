@@ -115,12 +115,14 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     meta_.row_request[L::table(pass)][r] = entry.request;
     const int4 row = entry.row;
     const int limit = entry.request.y;
-    meta_.seen[L::table(pass)][r] = make_int2(offset_from(bounds, row.z), min(offset_past(bounds, row.w), limit));
-    const long long qo_head = head * Config::group + (first + r) % Config::group;
     const bool there = row.x >= 0;
-    meta_.out_at[L::table(pass)][r] = there ? row.x * p_.out_stride_row + qo_head * p_.out_stride_head : kNothing;
-    meta_.lse_at[L::table(pass)][r] =
-        there && p_.lse ? row.x * p_.lse_stride_row + qo_head * p_.lse_stride_head : kNothing;
+    if constexpr (L::kWorkedOut) {
+      meta_.seen[L::table(pass)][r] = make_int2(offset_from(bounds, row.z), min(offset_past(bounds, row.w), limit));
+      const long long qo_head = head * Config::group + (first + r) % Config::group;
+      meta_.out_at[L::table(pass)][r] = there ? row.x * p_.out_stride_row + qo_head * p_.out_stride_head : kNothing;
+      meta_.lse_at[L::table(pass)][r] =
+          there && p_.lse ? row.x * p_.lse_stride_row + qo_head * p_.lse_stride_head : kNothing;
+    }
     // Rows past the item's end do not make the others' tiles partial.
     int4 span;
     span.x = __reduce_max_sync(0xffffffffu, there ? row.z : kDeadKey);
