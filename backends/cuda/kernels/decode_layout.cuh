@@ -121,11 +121,11 @@ struct DecodeMemory {
   using L = DecodeLayout<Config, Variant>;
   using M = DecodeMeta<L, Variant>;
   using Tile = DecodeTile<L>;
-  static constexpr int kOwn = round_up(L::kOffsetMeta + static_cast<int>(sizeof(M)), 16);
+  static constexpr int kOne = round_up(L::kOffsetMeta + static_cast<int>(sizeof(M)), 16);
   static constexpr int kRing = L::kStages * L::kStageBytes;
   static constexpr int kTileBytes = static_cast<int>(sizeof(Tile));
   // Dynamic shared memory: so much for each group of a CTA, and kTopOfPlan.
-  static constexpr int kGroupBytes = kRing + kOwn + L::kTiles * kTileBytes;
+  static constexpr int kGroupBytes = kRing + kOne + L::kTiles * kTileBytes;
 
   char* smem;
   int groups;  // of the CTA
@@ -135,7 +135,7 @@ struct DecodeMemory {
   __device__ __forceinline__ int group_of(int warp) const {
     return loads(warp) ? warp - groups * L::kWarps : warp / L::kWarps;
   }
-  __device__ __forceinline__ char* own(int group) const { return smem + groups * kRing + group * kOwn; }
+  __device__ __forceinline__ char* own(int group) const { return smem + groups * kRing + group * kOne; }
   __device__ __forceinline__ TopOfPlan& top() const {
     return *reinterpret_cast<TopOfPlan*>(smem + groups * kGroupBytes);
   }
@@ -153,7 +153,7 @@ struct DecodeMemory {
     meta.tiles = stages / 2 + 1;
     meta.ring = group * stages * L::kStageBytes;
     // A group without work has nothing of both; what it says to its own warps lies where P would.
-    const int place = groups * (kRing + kOwn) + group * meta.tiles * kTileBytes;
+    const int place = groups * (kRing + kOne) + group * meta.tiles * kTileBytes;
     meta.first_tile = group < busy ? place : static_cast<int>(own(group) + L::kOffsetP - smem);
   }
 };

@@ -31,7 +31,10 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
   using Base::rescale, Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
-  using typename Base::Closing, typename Base::Fate, typename Base::Row, typename Base::View;
+  using typename Base::Closing;
+  using typename Base::Fate;
+  using typename Base::Row;
+  using typename Base::View;
 
  public:
   using Base::Base;

@@ -16,7 +16,9 @@ class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
   using Base::meta_, Base::own_part, Base::p_, Base::tell, Base::vector_queries, Base::wait_half, Base::wait_queries,
       Base::wait_table;
   using Base::walk_tiles, Base::warp_, Base::write_pass, Base::write_row;
-  using typename Base::Bounds, typename Base::Query, typename Base::Tile;
+  using typename Base::Bounds;
+  using typename Base::Query;
+  using typename Base::Tile;
 
  public:
   // Arrivals that complete a full barrier: copies come from every thread, tables from every warp.

@@ -13,7 +13,8 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
  protected:
   using Base::any_mask_, Base::runs_, Base::span, Base::whole_begin_, Base::whole_end_;
-  using Base::Base, Base::lane_, Base::meta_, Base::p_, Base::params_, Base::pass_, Base::record, Base::row_of;
+  using Base::Base;
+  using Base::lane_, Base::meta_, Base::p_, Base::params_, Base::pass_, Base::record, Base::row_of;
   using typename Base::Row;
   static constexpr int kS =
       L::kTile / 2;  // registers of a score tile: (row g: 4j, 4j + 1), (row g + 8: 4j + 2, 4j + 3)

@@ -11,7 +11,8 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   using Base = HopperSoftmax<Config, Variant>;
 
  protected:
-  using Base::Base, Base::context, Base::kO, Base::lane_, Base::meta_, Base::p_, Base::params_, Base::row_of;
+  using Base::Base;
+  using Base::context, Base::kO, Base::lane_, Base::meta_, Base::p_, Base::params_, Base::row_of;
   using Base::scale_;
 
   // What is known of a leaf before its last product: after this its pass's tables are not read any more.

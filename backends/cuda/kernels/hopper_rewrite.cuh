@@ -214,8 +214,8 @@ class HopperRewriter {
   using L = HopperLayout<Config, Variant>;
   using M = HopperMeta<L>;
   static constexpr Dtype kTo = Config::q_type;
-  static constexpr int kOwn = L::kTile / 4;  // keys of a tile that a warp rewrites
-  static constexpr int kOwnQ = L::kRows / 4;
+  static constexpr int kMine = L::kTile / 4;  // keys of a tile that a warp rewrites
+  static constexpr int kMineQ = L::kRows / 4;
 
  public:
   __device__ __forceinline__ HopperRewriter(const RunParams& p, const ParamRef* params, char* smem)
@@ -280,16 +280,16 @@ class HopperRewriter {
     const int stage = t % L::kStages;
     const unsigned tile = base_ + L::kOffsetK + stage * L::kBytesK;
     ptx::mbar_wait(bar(meta_.k_raw[stage]), t / L::kStages & 1);
-    if constexpr (L::kWidens) widen_rows<Config::kv_type, kTo, L::kDim, L::kSlabKv, kOwn>(tile, warp_ * kOwn, lane_);
+    if constexpr (L::kWidens) widen_rows<Config::kv_type, kTo, L::kDim, L::kSlabKv, kMine>(tile, warp_ * kMine, lane_);
     if constexpr (L::kTurns) {
       __syncwarp();
-      turn_rows<kTo, kOver, L::kSlabKv, kOwn>(
-          tile, table(), warp_ * kOwn, lane_, [&](int d) { return phase(d); },
+      turn_rows<kTo, kOver, L::kSlabKv, kMine>(
+          tile, table(), warp_ * kMine, lane_, [&](int d) { return phase(d); },
           [&](int row) { return meta_.pos[stage][row]; });
     } else if constexpr (Variant::has_key) {
       __syncwarp();
-      map_rows<kTo, Variant::key_pairing, Variant::key_dim, L::kDim, L::kSlabKv, kOwn>(
-          tile, warp_ * kOwn, lane_, [&](int row, int d, float& x0, float& x1) {
+      map_rows<kTo, Variant::key_pairing, Variant::key_dim, L::kDim, L::kSlabKv, kMine>(
+          tile, warp_ * kMine, lane_, [&](int row, int d, float& x0, float& x1) {
             Ctx key = c;
             key.kv_pos = meta_.pos[stage][row];
             key.kv_slot = meta_.slot[stage][row];
@@ -303,11 +303,12 @@ class HopperRewriter {
     const int stage = t % L::kStages;
     const unsigned tile = base_ + L::kOffsetV + stage * L::kBytesV;
     ptx::mbar_wait(bar(meta_.v_raw[stage]), t / L::kStages & 1);
-    if constexpr (L::kWidens) widen_rows<Config::kv_type, kTo, L::kDimVo, L::kSlabKv, kOwn>(tile, warp_ * kOwn, lane_);
+    if constexpr (L::kWidens)
+      widen_rows<Config::kv_type, kTo, L::kDimVo, L::kSlabKv, kMine>(tile, warp_ * kMine, lane_);
     if constexpr (Variant::has_value) {
       __syncwarp();
-      map_rows<kTo, Variant::value_pairing, Variant::value_dim, L::kDimVo, L::kSlabKv, kOwn>(
-          tile, warp_ * kOwn, lane_, [&](int row, int d, float& x0, float& x1) {
+      map_rows<kTo, Variant::value_pairing, Variant::value_dim, L::kDimVo, L::kSlabKv, kMine>(
+          tile, warp_ * kMine, lane_, [&](int row, int d, float& x0, float& x1) {
             Ctx key = c;
             key.kv_pos = meta_.pos[stage][row];
             key.kv_slot = meta_.slot[stage][row];
@@ -324,7 +325,7 @@ class HopperRewriter {
     ptx::mbar_wait(bar(meta_.table_full[rows]), count / L::kTables & 1);
     if constexpr (L::kBuffersQ == 2) {
       ptx::mbar_wait(bar(meta_.q_raw[buffer]), count >> 1 & 1);
-      map_queries<kOwnQ>(tile, warp_ * kOwnQ, rows, head, first);
+      map_queries<kMineQ>(tile, warp_ * kMineQ, rows, head, first);
       hand_over(bar(meta_.q_full[buffer]));
     } else {
 #pragma unroll 1

@@ -12,9 +12,11 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   using Base = HopperMasks<Config, Variant>;
 
  protected:
-  using Base::Base, Base::scale_, Base::shift_;
+  using Base::Base;
   using Base::base_, Base::kS, Base::lane_, Base::mask_bits, Base::meta_, Base::negate_, Base::p_, Base::params_;
-  using typename Base::Row, typename Base::View;
+  using Base::scale_, Base::shift_;
+  using typename Base::Row;
+  using typename Base::View;
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
   static constexpr int kO = L::kDimVo / 2;
 

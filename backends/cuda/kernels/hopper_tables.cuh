@@ -12,8 +12,9 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
   using Base = HopperKeys<Config, Variant, kHow>;
 
  protected:
-  using Base::arrived_half, Base::arrived_q, Base::Base, Base::bar, Base::base_, Base::kNoShift, Base::lane_,
-      Base::look_ahead, Base::meta_, Base::p_;
+  using Base::arrived_half, Base::arrived_q, Base::bar, Base::base_, Base::kNoShift, Base::lane_, Base::look_ahead,
+      Base::meta_, Base::p_;
+  using Base::Base;
   using Base::params_, Base::want;
   using typename Base::Tile;
 
