@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from attnrt.backends.cuda.render import entry_names, render, threads_of
+from attnrt.backends.cuda.render import DECODE, entry_names, render, threads_of
+from attnrt.backends.cuda.tables import decode_groups
 
 if TYPE_CHECKING:
     from attnrt.backends.cuda.kernel import Module
@@ -54,6 +55,8 @@ class Programs:
                 found = self._modules.get(name)
                 if found is None:
                     found = self._load(render(self.spec, name), (name,))
-                    found.entry(name).threads = threads_of(self.spec, name) * found.groups
+                    # A text may be for fewer groups than the device has room for.
+                    groups = min(found.groups, decode_groups(self.spec)) if name == DECODE else 1
+                    found.entry(name).threads = threads_of(self.spec, name) * groups
                     self._modules[name] = found
         return found.entry(name)
