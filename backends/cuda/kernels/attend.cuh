@@ -36,22 +36,21 @@ class Attend {
   }
 
   __device__ __forceinline__ void run() {
-    // Where there is a crew for items of many rows, this kernel is it.
-    const int wide = p_.plan->wide_workers, worker = (wide ? p_.plan->num_workers : 0) + blockIdx.x;
+    const int wide = p_.plan->wide_workers;
     if (blockIdx.x >= (wide ? wide : p_.plan->num_workers)) return;
-    if (p_.plan->worker_indptr[worker] == p_.plan->worker_indptr[worker + 1]) return;
+    if (p_.plan->worker_indptr[worker()] == p_.plan->worker_indptr[worker() + 1]) return;
     // Padded columns are multiplied too: they must hold zeros, not what the last kernel left.
 #pragma unroll 1
     for (int i = threadIdx.x; i < L::kOffsetMeta / 16; i += L::kThreads) {
       reinterpret_cast<uint4*>(smem_)[i] = make_uint4(0, 0, 0, 0);
     }
     __syncthreads();
-    Cursor<Config, Variant> ahead(p_, worker);
+    Cursor<Config, Variant> ahead(p_, worker());
     stage_ = 0;
     fill_ = 0;
     due_ = L::kStages;
     // Read again where they are needed: the tile loop has no registers to spare for what the first-level cache holds.
-    for (int i = p_.plan->worker_indptr[worker]; i < p_.plan->worker_indptr[worker + 1]; ++i) {
+    for (int i = p_.plan->worker_indptr[worker()]; i < p_.plan->worker_indptr[worker() + 1]; ++i) {
       const WorkItem& item = p_.plan->work[i];
       for (int head = item.head_begin; head < item.head_end; ++head) {
         for (first_ = 0; first_ < (item.q_end - item.q_begin) * Config::group; first_ += L::kRows)
@@ -62,6 +61,11 @@ class Attend {
   }
 
  private:
+  // Where there is a crew for items of many rows, this kernel is it.
+  __device__ __forceinline__ int worker() const {
+    return (p_.plan->wide_workers ? p_.plan->num_workers : 0) + blockIdx.x;
+  }
+
   struct State {
     float m[kMB][2], l[kMB][2];
     float acc[kMB][kNO][4];
