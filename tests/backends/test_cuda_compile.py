@@ -108,6 +108,7 @@ HOPPER_SPECS = {
 }
 
 
+@pytest.mark.slow  # four forms a spec, half a minute
 @pytest.mark.parametrize("name", HOPPER_SPECS)
 def test_the_hopper_kernel(name):
     """No product is serialised (C75xx), no more registers spill than known."""
