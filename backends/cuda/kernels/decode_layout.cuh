@@ -62,19 +62,8 @@ constexpr int kAllLive = 1, kLastOfLeaf = 2, kLastOfPass = 4, kOver = 8, kDense 
 
 // The query rows of a pass (as in Meta) and what becomes of them.
 template <class L, class Variant>
-struct DecodeRows {
+struct DecodeRows : RowTable<L::kRows, Variant> {
   static constexpr int kRows = L::kRows;
-  static constexpr int kMasks = Variant::reads_index_mask ? kRows : 1;
-  long long mask_bit[kMasks];
-  int qo_row[kRows];
-  int qo_head[kRows];
-  int qo_pos[kRows];
-  int request[kRows];
-  int low[kRows];
-  int high[kRows];
-  int limit[kRows];
-  int mask_from[kMasks];
-  int low_max, high_min, limit_min, any_mask;
   int head, first, part;    // of the item; row at which the pass starts
   int slot, queries, fold;  // WorkItem
   const int* slots;         // of the merge list, or a copy of a piece of it, by place in the list

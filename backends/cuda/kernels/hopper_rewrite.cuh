@@ -8,6 +8,7 @@
 // warp before any of it is written, so that no staging buffer is needed and the stages of K and V stay two.
 #pragma once
 #include "attnrt_variant.h"
+#include "context.cuh"
 #include "hopper_layout.cuh"
 #include "types.cuh"
 
@@ -347,16 +348,8 @@ class HopperRewriter {
         tile, row0, lane_, [&](int row, int d, float& x0, float& x1) {
           const int4 entry = meta_.row[rows][row];
           if (entry.x < 0) return;
-          Ctx c;
-          c.request = meta_.row_request[rows][row].x;
-          c.qo_row = entry.x;
-          c.qo_pos = entry.y;
-          c.kv_head = head;
-          c.qo_head = head * Config::group + (first + row) % Config::group;
-          c.qo_len = p_.plan->qo_lens[c.request];
-          c.kv_len = kv_len_of(p_, c.request);
-          c.kv_pos = 0;
-          c.kv_slot = 0;
+          const int qo_head = head * Config::group + (first + row) % Config::group;
+          const Ctx c = query_ctx(p_, meta_.row_request[rows][row].x, entry.x, entry.y, head, qo_head);
           Variant::query(params_, c, d, x0, x1);
         });
   }

@@ -2,6 +2,7 @@
 // The rows of a consumer thread of the Hopper prefill family: which they are, what hooks may ask about them, and which
 // keys all rows of the warpgroup see. Row r of a pass is query r / group, head r % group.
 #pragma once
+#include "context.cuh"
 #include "hopper_layout.cuh"
 #include "types.cuh"
 
@@ -41,17 +42,8 @@ class HopperRows {
   __device__ __forceinline__ Ctx context(int pass, int r) const {
     const PassRecord& record = meta_.pass[L::table(pass)];
     const int4 entry = meta_.row[L::table(pass)][r];
-    Ctx c;
-    c.request = meta_.row_request[L::table(pass)][r].x;
-    c.qo_row = entry.x;
-    c.qo_pos = entry.y;
-    c.kv_head = record.head;
-    c.qo_head = c.kv_head * Config::group + (record.first + r) % Config::group;
-    c.qo_len = p_.plan->qo_lens[c.request];
-    c.kv_len = kv_len_of(p_, c.request);
-    c.kv_pos = 0;
-    c.kv_slot = 0;
-    return c;
+    const int qo_head = record.head * Config::group + (record.first + r) % Config::group;
+    return query_ctx(p_, meta_.row_request[L::table(pass)][r].x, entry.x, entry.y, record.head, qo_head);
   }
 
   // Most of it has been worked out by the loader's warp: this is code that runs once a pass, at the speed of

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rows of a pass as a loader of the Hopper prefill family describes them to consumers, and Q itself.
 #pragma once
+#include "context.cuh"
 #include "hopper_copies.cuh"
 #include "hopper_keys.cuh"
 
@@ -85,16 +86,8 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       row.w = 0x7fffffff;
       if (p_.plan->bound_kv_lens) request.y = kv_len_of(p_, request.x);
       if constexpr (Variant::has_mask) {
-        Ctx c;
-        c.request = request.x;
-        c.qo_row = row.x;
-        c.qo_pos = row.y;
-        c.kv_head = head;
-        c.qo_head = head * Config::group + (first + r) % Config::group;
-        c.qo_len = p_.plan->qo_lens[request.x];
-        c.kv_len = kv_len_of(p_, request.x);
-        c.kv_pos = 0;
-        c.kv_slot = 0;
+        const int qo_head = head * Config::group + (first + r) % Config::group;
+        const Ctx c = query_ctx(p_, request.x, row.x, row.y, head, qo_head);
         Variant::visible(Variant::row(params_, c), row.z, row.w);
         row.z = max(row.z, kDeadKey + 1);
       }

@@ -76,6 +76,23 @@ struct Meta {
   int mask_from[L::kRows];
   int low_max, high_min, limit_min, any_mask;
 };
+// The same of kernels that keep nothing else beside their rows (fill_rows writes either); without mask bits their two
+// columns have one entry.
+template <int kCount, class Variant>
+struct RowTable {
+  static constexpr int kRows = kCount;
+  static constexpr int kMasks = Variant::reads_index_mask ? kRows : 1;
+  long long mask_bit[kMasks];
+  int qo_row[kRows];
+  int qo_head[kRows];
+  int qo_pos[kRows];
+  int request[kRows];
+  int low[kRows];
+  int high[kRows];
+  int limit[kRows];
+  int mask_from[kMasks];
+  int low_max, high_min, limit_min, any_mask;
+};
 constexpr long long kNoMask = -0x7fffffffffffffffLL - 1;
 
 }  // namespace attnrt

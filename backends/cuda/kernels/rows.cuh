@@ -4,6 +4,7 @@
 // group. An item with more rows than the tile has is walked in passes, `first` being the row at which a pass starts.
 #pragma once
 #include "attnrt_variant.h"
+#include "context.cuh"
 #include "layout.cuh"
 
 namespace attnrt {
@@ -11,17 +12,7 @@ namespace attnrt {
 // What a hook may read about row r and its tile; the caller adds the key.
 template <class Config, class Variant, class M>
 __device__ __forceinline__ Ctx row_ctx(const RunParams& p, const M& meta, int r, int kv_head) {
-  Ctx c;
-  c.request = meta.request[r];
-  c.qo_pos = meta.qo_pos[r];
-  c.qo_row = meta.qo_row[r];
-  c.qo_head = meta.qo_head[r];
-  c.kv_head = kv_head;
-  c.qo_len = p.plan->qo_lens[c.request];
-  c.kv_len = kv_len_of(p, c.request);
-  c.kv_pos = 0;
-  c.kv_slot = 0;
-  return c;
+  return query_ctx(p, meta.request[r], meta.qo_row[r], meta.qo_pos[r], kv_head, meta.qo_head[r]);
 }
 
 // What the part says of a query.

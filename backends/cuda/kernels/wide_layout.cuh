@@ -48,20 +48,7 @@ constexpr int kWideLive = 1, kWideEndsLeaf = 2, kWideEndsPass = 4, kWideOver = 8
 
 // 32 query rows of a pass, as fill_rows lays them out.
 template <class Variant>
-struct WideRows {
-  static constexpr int kRows = 32;
-  static constexpr int kMasks = Variant::reads_index_mask ? kRows : 1;
-  long long mask_bit[kMasks];
-  int qo_row[kRows];
-  int qo_head[kRows];
-  int qo_pos[kRows];
-  int request[kRows];
-  int low[kRows];
-  int high[kRows];
-  int limit[kRows];
-  int mask_from[kMasks];
-  int low_max, high_min, limit_min, any_mask;
-};
+using WideRows = RowTable<32, Variant>;
 
 struct WidePass {
   int head, first, part, rows;  // of the item; row at which the pass starts; rows from there on
