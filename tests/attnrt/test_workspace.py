@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,20 +16,10 @@ from attnrt import testing
 from attnrt.layout import PART_FIELDS, limit_part_sizes, offsets
 from attnrt.memory import ALIGN
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_batches import LIMITS, batch_of, spec_of
+
 v = at.variants
-
-
-def spec_of(**changes):
-    base = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "q_dtype": "float32", "variant": v.causal()}
-    return at.AttentionSpec(**(base | changes))
-
-
-def batch_of(spec, qo, kv, seed=0, **layout):
-    case = testing.make_case(spec, qo, kv, seed=seed)
-    return testing.lay_out(case, **({"page_size": 4} | layout))
-
-
-LIMITS = at.Limits(4, 12, 80, max_parts=2, max_mask_bytes=64, max_partial_slots=40, num_pages=200)
 
 
 # ------------------------------------------------------------------------------------------------- layout

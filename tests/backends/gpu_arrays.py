@@ -27,6 +27,11 @@ def spec(**changes: Any) -> at.AttentionSpec:
     return at.AttentionSpec(**{**base, **changes})
 
 
+def spec_128(**changes: Any) -> at.AttentionSpec:
+    """The same with head_dim 128."""
+    return spec(**{"head_dim": 128, **changes})
+
+
 def to_gpu(x: np.ndarray) -> Any:
     """A torch tensor of the same bits."""
     import torch

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import attnrt as at
 from attnrt import testing
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_arrays import spec_128 as spec
 
 v = at.variants
 pytestmark = pytest.mark.gpu
@@ -20,17 +26,6 @@ def cuda(request):
     reasons = at.backends.status(spec(), device="cuda")[request.param]
     assert not reasons, reasons
     return request.param
-
-
-def spec(**changes):
-    base = {
-        "num_qo_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "variant": v.causal(),
-        "q_dtype": "bfloat16",
-    }
-    return at.AttentionSpec(**{**base, **changes})
 
 
 def right(backend, s, qo, kv, *, seed=0, **layout):

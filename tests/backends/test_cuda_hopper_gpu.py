@@ -16,6 +16,7 @@ from attnrt.testing.device import execute
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_arrays import World, head, to_host
+from gpu_arrays import spec_128 as spec
 from own_maps import own_maps
 
 v = at.variants
@@ -26,17 +27,6 @@ if driver.why_not() is None and driver.device_attribute(0, driver.MAJOR) != 9:
 #: Appends and prompts beside decode steps and nothing; odd lengths, more queries than keys, rows cut among workers.
 LENGTHS = ([200, 1, 0, 130, 17, 600, 33, 90], [333, 1400, 9, 130, 10, 777, 4500, 20])
 PROMPTS = ([200, 130, 33], [333, 130, 4500])
-
-
-def spec(**changes):
-    base = {
-        "num_qo_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "variant": v.causal(),
-        "q_dtype": "bfloat16",
-    }
-    return at.AttentionSpec(**{**base, **changes})
 
 
 def right(s, lengths=LENGTHS, backend="nvrtc", **layout):

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,23 +16,15 @@ from attnrt.backends.cuda import tables
 from attnrt.backends.cuda.pack import has_items
 from attnrt.scheduler.base import Traits
 
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_arrays import spec_128 as spec
+
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs sm_90", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 v = at.variants
-
-
-def spec(**changes):
-    base = {
-        "num_qo_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "variant": v.causal(),
-        "q_dtype": "bfloat16",
-    }
-    return at.AttentionSpec(**{**base, **changes})
 
 
 def one_crew(traits: Traits) -> Traits:
