@@ -38,7 +38,7 @@ class PagedView:
     owner: Any = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class PartViews:
     """The arrays of one part (formats.base.BlockSparse) where the kernels can read them; None where the part has none."""
 

@@ -287,7 +287,7 @@ class MergeList:
 class _Later:
     """Room for what the two lists of a plan are made of when somebody looks at them."""
 
-    __slots__ = ("later",)
+    __slots__ = ("__weakref__", "later")
 
     later: tuple[Any, int, int, int]  # bytes as attnrt_take writes them; items, merges, entries
 

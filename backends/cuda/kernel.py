@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from attnrt.backends.cuda import boxes, driver, pack
+from attnrt.backends.cuda.latest import Latest
 from attnrt.backends.cuda.render import (
     ATTEND,
     DECODE,
@@ -233,8 +234,8 @@ class CudaKernel:
         self.itemsize = as_dtype(spec.kv_dtype).itemsize
         self.merge_grid = driver.device_attribute(device, driver.MULTIPROCESSORS) * MERGE_CTAS
         self._rulers: tuple[Any, bytes] = (None, b"")
-        self._parts: tuple[Any, bytes] = (None, b"")
-        self._needs: tuple[Any, tuple[str, ...]] = (None, ())
+        self._parts: Latest[bytes] = Latest()
+        self._needs: Latest[tuple[str, ...]] = Latest()
         hopper = HOPPER_BOXES in programs.names
         #: Runs items of more rows than a tile of the decode kernel has.
         self.wide = WIDE if WIDE in programs.names else ATTEND
@@ -253,20 +254,20 @@ class CudaKernel:
                     "plan", "must be made within this attention's limits", None, "attn.plan(index)"
                 )
             return names_within
-        known = (plan, box)
-        if self._needs[0] != known:
-            names: list[str] = []
-            if pack.has_items(plan, TEAM):
-                plain, folding = _BY_KEY if self._by_key(plan, box) else _BY_BOXES
-                names.append(folding if plan_folds(plan) else plain)
-            if pack.has_items(plan, CREW):
-                names.append(self.wide)
-            if pack.has_items(plan, None):
-                names.append(DECODE if plan_decodes(plan) else ATTEND)
-            if len(plan.merge) and names != [DECODE]:  # that one merges itself
-                names.append(MERGE)
-            self._needs = (known, tuple(names))
-        return self._needs[1]
+        known = self._needs.get(plan, box)
+        if known is not None:
+            return known
+        names: list[str] = []
+        if pack.has_items(plan, TEAM):
+            plain, folding = _BY_KEY if self._by_key(plan, box) else _BY_BOXES
+            names.append(folding if plan_folds(plan) else plain)
+        if pack.has_items(plan, CREW):
+            names.append(self.wide)
+        if pack.has_items(plan, None):
+            names.append(DECODE if plan_decodes(plan) else ATTEND)
+        if len(plan.merge) and names != [DECODE]:  # that one merges itself
+            names.append(MERGE)
+        return self._needs.put(tuple(names), plan, box)
 
     def needs_of(self, limits: Limits | None, box: int | None = None) -> tuple[str, ...]:
         """Kernels that runs of any plan within limits launch; of None: all that there are."""
@@ -332,12 +333,15 @@ class CudaKernel:
 
     def pack_header(self, loaded: Loaded, target: np.ndarray) -> None:
         """Write what the kernels read of a plan (pack.HEADER)."""
-        classes = loaded.plan.traits.classes
-        if self._rulers[0] is not classes:
-            self._rulers = (classes, pack.pack_rulers(classes))
-        if self._parts[0] is not loaded.parts:
-            self._parts = (loaded.parts, pack.pack_parts(loaded.parts))
-        pack.fill_header(loaded, target, self._rulers[1], self._parts[1])
+        classes, first = loaded.plan.traits.classes, loaded.parts[0]
+        known, rulers = self._rulers
+        if known is not classes:
+            rulers = pack.pack_rulers(classes)
+            self._rulers = (classes, rulers)
+        parts = self._parts.get(first)
+        if parts is None:
+            parts = self._parts.put(pack.pack_parts(loaded.parts), first)
+        pack.fill_header(loaded, target, rulers, parts)
 
     def repeat(self, call: Call, limits: Limits | None) -> Repeat:
         """What runs a call, and later ones that differ in addresses, scale and stream alone."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class Part:
     def __init__(self, views: Any) -> None:
         self.block_size: int = views.block_size
         self.heads: int = views.heads
-        for name in views.__slots__:
+        for name in (field.name for field in fields(views)):
             if name not in ("block_size", "heads"):
                 view = getattr(views, name)
                 setattr(self, name, None if view is None else view.numpy())

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 
 namespace {
 // Calls come from several threads, without the interpreter's lock.
@@ -21,7 +22,9 @@ std::map<std::string, int> failing;
 std::map<void*, std::string> kernels;
 uintptr_t next_event = 0x1000;
 int smem_bytes = 100000;
-const int kIllegalUnderCapture = 900;
+const int kIllegalUnderCapture = 900, kRelaxed = 2;
+int ended_captures = 0;
+thread_local int capture_mode = 0;
 
 int note(const char* what, void* stream, const std::string& more = "") {
   char text[64];
@@ -42,7 +45,9 @@ int forbidden(const char* what) {
   auto found = failing.find(what);
   if (found != failing.end() && found->second) return found->second;
   trace += std::string(what) + "\n";
-  return captured.empty() ? 0 : kIllegalUnderCapture;
+  if (captured.empty() || capture_mode == kRelaxed) return 0;
+  ++ended_captures;
+  return kIllegalUnderCapture;
 }
 }  // namespace
 
@@ -62,6 +67,7 @@ void fake_capture(void* stream, int on) {
   else
     captured.erase(stream);
 }
+int fake_ended_captures() { return ended_captures; }
 void fake_fail(const char* what, int code) { failing[what] = code; }
 
 int cuInit(unsigned) { return failing["init"]; }
@@ -86,12 +92,12 @@ int cuMemAlloc_v2(uint64_t* p, size_t n) {
   if (code) return code;
   return *p = reinterpret_cast<uint64_t>(aligned_alloc(256, (n + 255) / 256 * 256)), 0;
 }
-int cuMemFree_v2(uint64_t p) { return free(reinterpret_cast<void*>(p)), 0; }
+int cuMemFree_v2(uint64_t p) { return free(reinterpret_cast<void*>(p)), forbidden("free"); }
 int cuMemHostAlloc(void** p, size_t n, unsigned) {
   const int code = forbidden("host_alloc");
   return code ? code : (*p = malloc(n), 0);
 }
-int cuMemFreeHost(void* p) { return free(p), 0; }
+int cuMemFreeHost(void* p) { return free(p), forbidden("host_free"); }
 int cuMemcpyHtoDAsync_v2(uint64_t d, const void* s, size_t n, void* stream) {
   const int code = note("copy", stream, std::to_string(n));
   if (!code) memcpy(reinterpret_cast<void*>(d), s, n);
@@ -109,6 +115,7 @@ int cuMemsetD8Async(uint64_t d, unsigned char v, size_t n, void* s) {
 int cuPointerGetAttribute(void* out, int, uint64_t) { return *static_cast<int*>(out) = 0, 0; }
 int cuStreamSynchronize(void* s) { return note("sync", s); }
 int cuStreamIsCapturing(void* s, int* on) { return *on = captured.count(s) ? 1 : 0, 0; }
+int cuThreadExchangeStreamCaptureMode(int* mode) { return std::swap(*mode, capture_mode), 0; }
 int cuStreamWaitEvent(void* s, void* e, unsigned) {
   return note("wait", s, std::to_string(reinterpret_cast<uintptr_t>(e)));
 }

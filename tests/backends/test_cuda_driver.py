@@ -203,6 +203,42 @@ with pytest.raises(at.LimitError, match="max_qo_len"):
 """)
 
 
+def test_a_capture_lives_through_what_does_not_belong_to_it(fake):
+    """Memory that is collected meanwhile, and a plan, a workspace and new kernels made by another thread."""
+    fake("""
+import gc, threading
+s = spec()
+q, kv, out, lse = arrays(s, 8)
+limits = at.Limits(8, 32, 256, num_pages=64)
+attn, old = (at.Attention(s, backend=cuda, limits=limits) for _ in range(2))
+for one in (attn, old):
+    one.plan(paged(), pad_to=8)
+    one.run(q, kv, out=out, lse=lse, stream=3)
+del one
+trace()
+driver.fake_capture(ctypes.c_void_p(9), 1)
+attn.run(q, kv, out=out, lse=lse, stream=9)
+del old
+gc.collect()
+found = kinds()
+assert {"free", "host_free"} <= set(found), found
+def other():
+    cuda._kernels.clear()
+    new = at.Attention(s, backend=cuda, limits=limits)
+    for n in range(5):
+        new.plan(paged(), pad_to=8, stream=3)
+        new.run(q, kv, out=out, lse=lse, stream=3)
+    shim.CudaOps(0).synchronize(3)
+    done.append(True)
+done = []
+thread = threading.Thread(target=other)
+thread.start()
+thread.join()
+driver.fake_capture(ctypes.c_void_p(9), 0)
+assert done and not driver.fake_ended_captures()
+""")
+
+
 def test_the_ring_of_staging_buffers(fake):
     """Three loads may be in flight; the fourth waits for the first one's copy, on the host."""
     fake("""

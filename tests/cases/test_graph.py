@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -181,3 +184,38 @@ def test_c106_every_variant_under_capture(gpu_backend, kit, name):
     graph.replay()
     torch.cuda.synchronize()
     assert out.equal(want)
+
+
+@pytest.mark.gpu
+def test_c106_what_happens_beside_a_capture(gpu_backend, kit):
+    """A workspace that is collected in the middle of a capture, and one that another thread makes, leave the graph whole."""
+    torch = pytest.importorskip("torch")
+    spec = kit.spec(gpu_backend, num_qo_heads=4, num_kv_heads=2, head_dim=64)
+    index = formats.ragged([0, 1, 4], [0, 700, 740])
+    q, k = (torch.randn(n, h, 64, device="cuda", dtype=torch.float16) for n, h in ((4, 4), (740, 2)))
+    out, other = torch.zeros_like(q), torch.zeros_like(q)
+    attn, old = (kit.attention(gpu_backend, spec, limits=LIMITS) for _ in "ab")
+    for one in (attn, old):
+        one.plan(index)
+        one.run(q, (k, k), out=out)
+    del one
+    torch.cuda.synchronize()
+    want = out.clone()
+
+    def elsewhere() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            new = kit.attention(gpu_backend, spec, limits=LIMITS)
+            for _ in range(5):
+                new.plan(index)
+                new.run(q, (k, k), out=other)
+
+    graph = torch.cuda.CUDAGraph()
+    with ThreadPoolExecutor(1) as pool, torch.cuda.graph(graph):
+        attn.run(q, (k, k), out=out)
+        del old
+        gc.collect()
+        pool.submit(elsewhere).result()
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert out.equal(want) and other.equal(want)

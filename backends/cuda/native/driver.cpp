@@ -31,6 +31,7 @@ struct LaunchConfig {
 };
 const int kProgrammaticStreamSerialization = 6;
 const int kMaxDynamicSharedBytes = 8;
+const int kRelaxed = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
 
 struct Driver {
   Result (*Init)(unsigned);
@@ -56,6 +57,7 @@ struct Driver {
   Result (*PointerGetAttribute)(void*, int, uint64_t);
   Result (*StreamSynchronize)(Handle);
   Result (*StreamIsCapturing)(Handle, int*);
+  Result (*ThreadExchangeStreamCaptureMode)(int*);
   Result (*StreamWaitEvent)(Handle, Handle, unsigned);
   Result (*EventCreate)(Handle*, unsigned);
   Result (*EventDestroy)(Handle);
@@ -105,6 +107,7 @@ bool resolve(void* lib) {
          find(lib, cu.PointerGetAttribute, "cuPointerGetAttribute") &&
          find(lib, cu.StreamSynchronize, "cuStreamSynchronize") &&
          find(lib, cu.StreamIsCapturing, "cuStreamIsCapturing") && find(lib, cu.StreamWaitEvent, "cuStreamWaitEvent") &&
+         find(lib, cu.ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode") &&
          find(lib, cu.EventCreate, "cuEventCreate") && find(lib, cu.EventDestroy, "cuEventDestroy_v2") &&
          find(lib, cu.EventRecord, "cuEventRecord") && find(lib, cu.EventQuery, "cuEventQuery") &&
          find(lib, cu.EventSynchronize, "cuEventSynchronize") && find(lib, cu.LibraryLoadData, "cuLibraryLoadData") &&
@@ -144,6 +147,22 @@ class Use {
   bool pushed_;
 };
 
+// Marks calls of this thread that belong to no capture. Without it, memory that the garbage collector frees in the
+// middle of a capture, or a workspace that another thread makes meanwhile, fails and ends that capture (torch captures
+// in the global mode, which forbids such calls to every thread).
+class Apart {
+ public:
+  Apart() {
+    if (opened) cu.ThreadExchangeStreamCaptureMode(&mode_);
+  }
+  ~Apart() {
+    if (opened) cu.ThreadExchangeStreamCaptureMode(&mode_);
+  }
+
+ private:
+  int mode_ = kRelaxed;  // what the destructor puts back, once exchanged
+};
+
 Handle handle(uint64_t value) { return reinterpret_cast<Handle>(value); }
 
 Result enqueue(const attnrt_launch_t& launch, unsigned grid, void* params, uint64_t stream) {
@@ -164,6 +183,9 @@ Result enqueue(const attnrt_launch_t& launch, unsigned grid, void* params, uint6
 #define WITH_DEVICE(device, call) \
   Use use(device);                \
   return use.result() ? use.result() : (call)
+#define APART_WITH_DEVICE(device, call) \
+  Apart apart;                          \
+  WITH_DEVICE(device, call)
 
 extern "C" {
 
@@ -236,20 +258,20 @@ int attnrt_cuda_current_device(int* device) {
   return cu.CtxGetDevice(device);
 }
 
-int attnrt_cuda_alloc(int device, size_t bytes, uint64_t* ptr) { WITH_DEVICE(device, cu.MemAlloc(ptr, bytes)); }
-int attnrt_cuda_free(int device, uint64_t ptr) { WITH_DEVICE(device, cu.MemFree(ptr)); }
+int attnrt_cuda_alloc(int device, size_t bytes, uint64_t* ptr) { APART_WITH_DEVICE(device, cu.MemAlloc(ptr, bytes)); }
+int attnrt_cuda_free(int device, uint64_t ptr) { APART_WITH_DEVICE(device, cu.MemFree(ptr)); }
 int attnrt_cuda_host_alloc(int device, size_t bytes, void** ptr) {
-  WITH_DEVICE(device, cu.MemHostAlloc(ptr, bytes, 0x01 /* portable */));
+  APART_WITH_DEVICE(device, cu.MemHostAlloc(ptr, bytes, 0x01 /* portable */));
 }
-int attnrt_cuda_host_free(int device, void* ptr) { WITH_DEVICE(device, cu.MemFreeHost(ptr)); }
+int attnrt_cuda_host_free(int device, void* ptr) { APART_WITH_DEVICE(device, cu.MemFreeHost(ptr)); }
 int attnrt_cuda_memcpy_htod_async(int device, uint64_t dst, const void* src, size_t bytes, uint64_t stream) {
   WITH_DEVICE(device, cu.MemcpyHtoDAsync(dst, src, bytes, handle(stream)));
 }
 int attnrt_cuda_memcpy_htod(int device, uint64_t dst, const void* src, size_t bytes) {
-  WITH_DEVICE(device, cu.MemcpyHtoD(dst, src, bytes));
+  APART_WITH_DEVICE(device, cu.MemcpyHtoD(dst, src, bytes));
 }
 int attnrt_cuda_memcpy_dtoh(int device, void* dst, uint64_t src, size_t bytes) {
-  WITH_DEVICE(device, cu.MemcpyDtoH(dst, src, bytes));
+  APART_WITH_DEVICE(device, cu.MemcpyDtoH(dst, src, bytes));
 }
 int attnrt_cuda_memset_async(int device, uint64_t dst, int value, size_t bytes, uint64_t stream) {
   WITH_DEVICE(device, cu.MemsetD8Async(dst, static_cast<unsigned char>(value), bytes, handle(stream)));
@@ -258,7 +280,9 @@ int attnrt_cuda_pointer_device(uint64_t ptr, int* device) {
   return opened ? cu.PointerGetAttribute(device, 9 /* CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL */, ptr) : -1;
 }
 
-int attnrt_cuda_stream_sync(int device, uint64_t stream) { WITH_DEVICE(device, cu.StreamSynchronize(handle(stream))); }
+int attnrt_cuda_stream_sync(int device, uint64_t stream) {
+  APART_WITH_DEVICE(device, cu.StreamSynchronize(handle(stream)));
+}
 int attnrt_cuda_stream_capturing(int device, uint64_t stream, int* capturing) {
   WITH_DEVICE(device, cu.StreamIsCapturing(handle(stream), capturing));
 }
@@ -266,9 +290,9 @@ int attnrt_cuda_stream_wait(int device, uint64_t stream, uint64_t event) {
   WITH_DEVICE(device, cu.StreamWaitEvent(handle(stream), handle(event), 0));
 }
 int attnrt_cuda_event_create(int device, uint64_t* event) {
-  WITH_DEVICE(device, cu.EventCreate(reinterpret_cast<Handle*>(event), 0x02 /* no timing */));
+  APART_WITH_DEVICE(device, cu.EventCreate(reinterpret_cast<Handle*>(event), 0x02 /* no timing */));
 }
-int attnrt_cuda_event_destroy(int device, uint64_t event) { WITH_DEVICE(device, cu.EventDestroy(handle(event))); }
+int attnrt_cuda_event_destroy(int device, uint64_t event) { APART_WITH_DEVICE(device, cu.EventDestroy(handle(event))); }
 int attnrt_cuda_send(int device, uint64_t dst, const void* src, size_t bytes, uint64_t stream, uint64_t event) {
   Use use(device);
   Result r = use.result();
@@ -278,18 +302,23 @@ int attnrt_cuda_send(int device, uint64_t dst, const void* src, size_t bytes, ui
 int attnrt_cuda_event_record(int device, uint64_t event, uint64_t stream) {
   WITH_DEVICE(device, cu.EventRecord(handle(event), handle(stream)));
 }
-int attnrt_cuda_event_query(int device, uint64_t event) { WITH_DEVICE(device, cu.EventQuery(handle(event))); }
-int attnrt_cuda_event_sync(int device, uint64_t event) { WITH_DEVICE(device, cu.EventSynchronize(handle(event))); }
+int attnrt_cuda_event_query(int device, uint64_t event) { APART_WITH_DEVICE(device, cu.EventQuery(handle(event))); }
+int attnrt_cuda_event_sync(int device, uint64_t event) {
+  APART_WITH_DEVICE(device, cu.EventSynchronize(handle(event)));
+}
 
 int attnrt_cuda_library_load(int device, const void* image, uint64_t* library) {
-  WITH_DEVICE(device,
-              cu.LibraryLoadData(reinterpret_cast<Handle*>(library), image, nullptr, nullptr, 0, nullptr, nullptr, 0));
+  APART_WITH_DEVICE(
+      device, cu.LibraryLoadData(reinterpret_cast<Handle*>(library), image, nullptr, nullptr, 0, nullptr, nullptr, 0));
 }
-int attnrt_cuda_library_unload(int device, uint64_t library) { WITH_DEVICE(device, cu.LibraryUnload(handle(library))); }
+int attnrt_cuda_library_unload(int device, uint64_t library) {
+  APART_WITH_DEVICE(device, cu.LibraryUnload(handle(library)));
+}
 int attnrt_cuda_library_global(int device, uint64_t library, const char* name, uint64_t* ptr, size_t* bytes) {
-  WITH_DEVICE(device, cu.LibraryGetGlobal(ptr, bytes, handle(library), name));
+  APART_WITH_DEVICE(device, cu.LibraryGetGlobal(ptr, bytes, handle(library), name));
 }
 int attnrt_cuda_kernel_get(int device, uint64_t library, const char* name, uint64_t* kernel) {
+  Apart apart;
   Use use(device);
   Handle found = nullptr, function = nullptr;
   Result r = use.result();
@@ -307,6 +336,7 @@ int attnrt_cuda_kernel_attribute(int device, uint64_t kernel, int attribute, int
   return r ? r : cu.KernelGetAttribute(value, attribute, handle(kernel), d);
 }
 int attnrt_cuda_kernel_set_smem(int device, uint64_t kernel, int bytes) {
+  Apart apart;
   Use use(device);
   Device d;
   Result r = use.result();
