@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from attnrt import layout as lay
@@ -61,12 +62,14 @@ class Stepper:
     """
 
     __slots__ = (
-        *("_alive", "_fits", "_key", "_native", "_per_row", "_ring", "_runtime", "_stale", "_traits"),
+        *("_alive", "_fits", "_held", "_key", "_native", "_per_row", "_ring", "_stale", "_traits"),
         "deterministic",
     )
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self._held = weakref.ref(
+            runtime
+        )  # which holds this: its memory goes when it goes, not when cycles are looked for
         self.deterministic = runtime.deterministic
         self._native: Any = None
         self._key: tuple[Any, ...] = ()
@@ -84,6 +87,12 @@ class Stepper:
         ways = _Step is not None and hasattr(runtime.ops, "step_calls")
         alone = len(workspace.tenants) == 1 and not runtime.spec.composed.reads_index_mask
         return Stepper(runtime) if ways and alone else None
+
+    @property
+    def _runtime(self) -> Runtime:
+        runtime = self._held()
+        assert runtime is not None  # its own methods alone call this
+        return runtime
 
     def pause(self) -> None:
         """A load goes the long way: what this way knows is to be compared with what it leaves."""

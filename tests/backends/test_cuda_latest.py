@@ -56,21 +56,26 @@ def test_threads_get_their_own():
 
 
 def test_a_dropped_attention_gives_its_memory_back(tmp_path):
+    """At once: a collector that finds it later would free it in the middle of something, and freeing waits for the GPU."""
     pytest.importorskip("attnrt.backends.cuda._driver")
     run_script(
         build(tmp_path),
         """
 import gc
+gc.disable()
 s = spec()
 q, kv, out, lse = arrays(s, 8)
+new = at.empty((2, 2, 64), s.kv_dtype, "cuda:0")
 for limits in (at.Limits(8, 32, 256, num_pages=64), None):
     trace()
     attn = at.Attention(s, backend=cuda, limits=limits)
-    attn.plan(paged(), pad_to=8)
-    attn.run(q, kv, out=out, lse=lse, stream=3)
+    for index in (paged(), paged((1, 1)), paged((1, 1), (41, 71))):
+        attn.plan(index, pad_to=8)
+        for _ in range(2):
+            attn.run(q, kv, out=out, lse=lse, stream=3)
+        attn.append(new, new, kv, slots=[5, 6], stream=3)
     taken = kinds()
     del attn
-    gc.collect()
     given = kinds()
     assert given.count("free") == taken.count("alloc") > 0, (taken, given)
     assert given.count("host_free") == taken.count("host_alloc") > 0, (taken, given)
