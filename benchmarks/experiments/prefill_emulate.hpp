@@ -232,8 +232,9 @@ inline T unpun(unsigned long long u) {
   return x;
 }
 template <class T>
-inline T __shfl_sync(unsigned, T x, int lane) {
-  return unpun<T>(emu::exchange(pun(x))[lane & 31]);
+inline T __shfl_sync(unsigned, T x, int lane, int width = 32) {
+  const int own = emu::self->tid & 31;
+  return unpun<T>(emu::exchange(pun(x))[(own & ~(width - 1)) | (lane & (width - 1))]);
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned, T x, int mask) {
@@ -275,6 +276,7 @@ inline void __syncwarp() { emu::exchange(0); }
 inline unsigned __funnelshift_rc(unsigned lo, unsigned hi, unsigned n) {
   return n >= 32 ? hi : n ? lo >> n | hi << (32 - n) : lo;
 }
+inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned n) { return __funnelshift_rc(lo, hi, n & 31); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
 inline unsigned __vcmpeq2(unsigned a, unsigned b) {
   const unsigned x = a ^ b;
@@ -358,6 +360,7 @@ inline void st_shared16(u32 a, const u32 (&x)[4]) { memcpy(emu::at(a), x, 16); }
 inline void ld_shared16(u32 (&x)[4], u32 a) { memcpy(x, emu::at(a), 16); }
 inline void computed(float, u32) {}
 inline void loaded(int) {}
+inline const char* opaque(const char* p) { return p; }
 template <int N>
 inline void fresh(float (&)[N]) {}
 inline void nap(u32) {}

@@ -141,16 +141,41 @@ def test_variants(name):
     right(spec(variant=VARIANTS[name]))
 
 
-def test_a_mask_of_bits():
-    s, rng = spec(variant=v.full()), np.random.default_rng()
-    case = testing.make_case(s, [40, 33], [150, 33], seed=3)
-    batch = testing.lay_out(case)
-    masks = [rng.random((40, 150)) < 0.5, rng.random((33, 33)) < 0.1]
-    index = at.formats.tree(batch.index, mask=masks)
+@pytest.mark.parametrize(
+    ("variant", "page_size"), [(v.full(), 16), (v.custom_mask(), 1), ((v.causal(), v.custom_mask()), 16)]
+)
+def test_a_mask_of_bits(variant, page_size):
+    """Rows of bits at any byte over several tiles, some of them past tiles that no mask speaks of; a last row that ends with
+    its array."""
+    s, rng = spec(variant=variant), np.random.default_rng()
+    lens, qo, begin = [603, 33, 290], [40, 33, 3], [rng.integers(130, 300), 0, 250]
+    case = testing.make_case(s, qo, lens, seed=3)
+    batch = testing.lay_out(case, page_size=page_size)
+    masks = [rng.random((n, kv - b)) < p for n, kv, b, p in zip(qo, lens, begin, (0.5, 0.1, 0.9), strict=True)]
+    masks[0][:, :200] |= rng.random((qo[0], 1)) < 0.5  # words of ones
+    index = at.formats.tree(batch.index, mask=masks, mask_begin=np.array(begin, np.int32))
     attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
     plan = attn.plan(index)
     out, lse = attn.run(batch.q, batch.kv, return_lse=True)
     testing.check(plan, batch.q, batch.kv, out, lse)
+
+
+@pytest.mark.parametrize("block", [(64, 64), (33, 16), (130, 128)])
+def test_blocks_of_a_sparse_matrix(block):
+    """Blocks wherever they lie: nobody asks for positions, so tiles are whole; row blocks of one warpgroup and of two."""
+    s, rng = spec(num_kv_heads=4, variant=v.full()), np.random.default_rng()
+    rows, columns = 3, 9
+    kept = rng.random((rows, columns)) < 0.6
+    kept[0] = False
+    starts = np.concatenate([[0], np.cumsum(kept.sum(1))]).astype(np.int32)
+    index = at.formats.bsr(starts, np.nonzero(kept)[1].astype(np.int32), block, num_cols=columns * block[1])
+    bf16 = as_dtype("bfloat16").numpy
+    q = rng.standard_normal((rows * block[0], 4, 64)).astype(np.float32).astype(bf16)
+    kv = tuple(rng.standard_normal((columns * block[1], 4, 64)).astype(np.float32).astype(bf16) for _ in "kv")
+    attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
+    plan = attn.plan(index)
+    out, lse = attn.run(q, kv, return_lse=True)
+    testing.check(plan, q, kv, out, lse)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -30,7 +30,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   using Base = HopperResults<Config, Variant>;
   using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
-  using Base::rescale, Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
+  using Base::idle_, Base::rescale, Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using typename Base::Closing;
   using typename Base::Fate;
   using typename Base::Row;
@@ -138,6 +138,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
                                             float (&l)[2], float (&top)[2], float (&shrink)[2], const Row (&rows)[2],
                                             int leaf, int& offset, int stop, bool& add) {
     static_assert(L::kStages == 2, "buffers alternate");
+    if (idle_) return pass_by(leaf, offset, stop);
     if (offset >= stop || offset < whole_begin_ || offset + L::kTile > whole_end_) return;
     const int end = min(stop, whole_end_ - L::kTile + 1);
     unsigned next = (tile_ + 1) % 2;
@@ -177,6 +178,23 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ++tile_;
     }
     if (offset >= stop) release_queries(leaf);
+  }
+
+  // The tiles of this leaf for a warpgroup without rows: it hands buffers back and takes its turns. What O holds then,
+  // nobody asks.
+  __device__ __forceinline__ void pass_by(int leaf, int& offset, int stop) {
+    if (offset >= stop) return;
+#pragma unroll 1
+    for (; offset < stop; offset += L::kTile) {
+      wait_k(tile_ + 1);
+      turn_begin();
+      turn_end();
+      release(meta_.k_empty[(tile_ + 1) % L::kStages]);
+      wait_v(tile_);
+      release(meta_.v_empty[tile_ % L::kStages]);
+      ++tile_;
+    }
+    release_queries(leaf);
   }
 
   __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }

@@ -39,47 +39,56 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
   }
 
  private:
-  // One tile of K or V as kBoxes boxes: lane b holds the coordinates of box b (page -1: nothing there). All coordinates
-  // are fetched before the elected thread issues: under elect.sync an operation costs 26 clocks, in a loop with
-  // shuffles 130.
+  // Coordinates of this lane's box (page -1: nothing there), and where a tile goes: its buffer, the barrier that its
+  // bytes complete, and the one that says that the buffer is free.
+  struct Place {
+    int token, page, head;
+  };
+  struct Buffer {
+    unsigned dst, full, empty, parity;
+  };
+
+  // One tile of K or V as kBoxes boxes: lane b holds the coordinates of box b. All coordinates are fetched before the
+  // wait and before the elected thread issues: under elect.sync an operation costs 26 clocks, in a loop with shuffles
+  // 130.
   template <int kBoxes>
-  __device__ __forceinline__ void issue_boxes(const TensorMap& map, bool values, unsigned dst, unsigned full, int token,
-                                              int page, int head) const {
+  __device__ __forceinline__ void issue_boxes(const TensorMap& map, bool values, const Buffer& to,
+                                              const Place& from) const {
     constexpr int kMost = L::kRawSlabsK > L::kRawSlabsV ? L::kRawSlabsK : L::kRawSlabsV;
     const int slabs = values ? L::kRawSlabsV : L::kRawSlabsK;
     int tokens[kBoxes], pages[kBoxes];
 #pragma unroll
     for (int b = 0; b < kBoxes; ++b) {
-      tokens[b] = __shfl_sync(0xffffffffu, token, b);
-      pages[b] = __shfl_sync(0xffffffffu, page, b);
+      tokens[b] = __shfl_sync(0xffffffffu, from.token, b);
+      pages[b] = __shfl_sync(0xffffffffu, from.page, b);
     }
+    ptx::mbar_wait(to.empty, to.parity);
     if (ptx::elect_one()) {
-      ptx::mbar_arrive_expect_tx(full, L::kTile * slabs * 128);
+      ptx::mbar_arrive_expect_tx(to.full, L::kTile * slabs * 128);
 #pragma unroll
       for (int b = 0; b < kBoxes; ++b)
 #pragma unroll
         for (int c = 0; c < kMost; ++c) {
           if (L::kRawSlabsK != L::kRawSlabsV && c >= slabs) continue;
-          ptx::tma_load_4d(dst + b * (L::kTile / kBoxes) * 128 + c * L::kSlabKv, &map, full, c * (128 / L::kElementKv),
-                           tokens[b], head, pages[b]);
+          ptx::tma_load_4d(to.dst + b * (L::kTile / kBoxes) * 128 + c * L::kSlabKv, &map, to.full,
+                           c * (128 / L::kElementKv), tokens[b], from.head, pages[b]);
         }
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ void issue(const TensorMap& map, bool values, unsigned dst, unsigned full, int token,
-                                        int page, int head) const {
+  __device__ __forceinline__ void issue(const TensorMap& map, bool values, const Buffer& to, const Place& from) const {
     static_assert(L::kTile == 64 || L::kTile == 128, "boxes of 16 to 128 tokens, none larger than a tile");
     switch (maps_.box_log2) {
       case 7:
-        if constexpr (L::kTile == 128) return issue_boxes<1>(map, values, dst, full, token, page, head);
+        if constexpr (L::kTile == 128) return issue_boxes<1>(map, values, to, from);
         return;
       case 6:
-        return issue_boxes<L::kTile / 64>(map, values, dst, full, token, page, head);
+        return issue_boxes<L::kTile / 64>(map, values, to, from);
       case 5:
-        return issue_boxes<L::kTile / 32>(map, values, dst, full, token, page, head);
+        return issue_boxes<L::kTile / 32>(map, values, to, from);
       default:
-        return issue_boxes<L::kTile / 16>(map, values, dst, full, token, page, head);
+        return issue_boxes<L::kTile / 16>(map, values, to, from);
     }
   }
 
@@ -111,10 +120,12 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
       const unsigned dst = tiles + stage * bytes;
       const int from = tile.live_low - tile.offset, to = tile.live_high - tile.offset;  // rows that hold keys
       const bool patched = values && (from > 0 || to < L::kTile);
-      int token, page;
-      locate(div, slot, token, page);
-      ptx::mbar_wait(empty + stage * 8, (t / L::kStages & 1) ^ 1);
-      issue(map, values, dst, patched ? bar(meta_.patch) : full + stage * 8, token, page, head);
+      Place place;
+      locate(div, slot, place.token, place.page);
+      place.head = head;
+      const Buffer buffer = {dst, patched ? bar(meta_.patch) : full + stage * 8, empty + stage * 8,
+                             (t / L::kStages & 1) ^ 1u};
+      issue(map, values, buffer, place);
       if (!values) {
 #pragma unroll
         for (int part = 0; tells(tile) && part < L::kTile / 32; ++part) {

@@ -21,20 +21,31 @@ __device__ __forceinline__ int unit_of(long long element) {
 }
 
 // Copies 32 rows of kColumns * 2 bytes into rows row0... (row0 a multiple of 32) of a swizzled tile: lane i holds
-// the place of row row0 + i. kAll: all are there.
+// the place of row row0 + i. kAll: all are there. Three instructions a copy: the row's unit from the lane that has it
+// (places are dealt out first, so that a group of kLanes lanes finds all of its own within itself and the lane's number
+// is a constant), an address, the copy.
 template <int kColumns, int kSlab, bool kAll>
 __device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int row0, int unit, int lane) {
   constexpr int kChunks = kColumns / 8;        // 16-byte chunks per row: 8 or 16, or 24, 32
   constexpr int kPer = kChunks >= 16 ? 2 : 4;  // rows per instruction
   constexpr int kLanes = 32 / kPer;            // lanes per row
   const int sub = lane / kLanes, chunk0 = lane % kLanes;
-  const char* mine = src + chunk0 * 16;
+  const char* mine = ptx::opaque(src + chunk0 * 16);
   const unsigned to = tile + chunk0 / 8 * kSlab + (row0 + sub) * 128 + ((chunk0 ^ sub) & 7) * 16;
+  const int own = __shfl_sync(0xffffffffu, unit, lane % kLanes * kPer + sub);
+  constexpr int kBatch = 8;  // units are asked for so many copies ahead
+  int from[kBatch];
 #pragma unroll
   for (int i = 0; i < 32; i += kPer) {
-    const int from = __shfl_sync(0xffffffffu, unit, i + sub);
-    const bool there = kAll || from != kNoUnit;
-    const char* at = mine + (there ? static_cast<long long>(from) * 16 : 0);
+    if (i / kPer % kBatch == 0) {
+#pragma unroll
+      for (int j = 0; j < kBatch && i / kPer + j < 32 / kPer; ++j) {
+        from[j] = __shfl_sync(0xffffffffu, own, i / kPer + j, kLanes);
+      }
+    }
+    const int unit_here = from[i / kPer % kBatch];
+    const bool there = kAll || unit_here != kNoUnit;
+    const char* at = mine + (there ? static_cast<long long>(unit_here) * 16 : 0);
 #pragma unroll
     for (int c = 0; c < kChunks; c += kLanes) {
       const unsigned dst = (to ^ (i & 7) * 16) + i * 128 + c / 8 * kSlab;

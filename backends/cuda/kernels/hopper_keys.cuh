@@ -31,6 +31,8 @@ class HopperKeys {
     int shift;  // from an offset to its position, kNoShift: blocks say where they lie, or some are holes
   };
   static constexpr int kNoShift = -0x7fffffff;
+  // Whether anybody asks where keys stand: what rows see by offset alone runs on whatever the blocks' positions.
+  static constexpr bool kPositions = Variant::has_mask || Variant::has_logits || Variant::has_key || Variant::has_value;
   static constexpr int kAhead = 4;  // tiles of the next item that are asked for in L2
 
   // gather: which 32 keys of a tile this warp brings.
@@ -42,20 +44,21 @@ class HopperKeys {
   }
 
   // Listed block of the key at an offset, or -1. The load is issued a tile ahead: its latency is that of L2 or worse.
+  // `block_size` is a copy of the part's: what lies behind its pointer would be read again for every tile.
   template <int kKeys = L::kTile>
-  __device__ __forceinline__ int fetch_block(const PartDesc& part, const KvList& list, const Tile& tile,
+  __device__ __forceinline__ int fetch_block(const FastDiv& block_size, const KvList& list, const Tile& tile,
                                              int offset) const {
     const int key = offset + lookup_key();
     const int span = kHow == Loading::boxes ? 1 << maps_.box_log2 : 1;  // a box may begin before what is live in it
     if (key + span <= tile.live_low || key >= min(tile.live_high, offset + kKeys)) return -1;
     if (!list.indices) return 0;
     unsigned block, token;
-    part.block.split(key - list.offset, block, token);
+    block_size.split(key - list.offset, block, token);
     return static_cast<int>(block) < list.entries ? list.indices[block] : -1;
   }
 
   // Slot and position of the key whose block that is; slot -1: no key.
-  __device__ __forceinline__ long long slot_in(const PartDesc& part, const KvList& list, int offset, int id,
+  __device__ __forceinline__ long long slot_in(const FastDiv& block_size, const KvList& list, int offset, int id,
                                                int& pos) const {
     const int j = offset + lookup_key() - list.offset;
     pos = list.pos + j;
@@ -63,9 +66,9 @@ class HopperKeys {
     long long slot = list.base + j;
     if (list.indices) {
       unsigned block, token;
-      part.block.split(j, block, token);
-      slot = static_cast<long long>(id) * part.block.divisor + token;
-      if (list.block_pos) pos = list.block_pos[block] + static_cast<int>(token);
+      block_size.split(j, block, token);
+      slot = static_cast<long long>(id) * block_size.divisor + token;
+      if (kPositions && list.block_pos) pos = list.block_pos[block] + static_cast<int>(token);
     }
     return slot < p_.k.num_slots ? slot : -1;
   }
@@ -116,7 +119,7 @@ class HopperKeys {
     live_range(item, part, list, head, tile.live_low, tile.live_high);
     tile.low = max(item.kv_begin, tile.live_low);
     tile.high = min(item.kv_end, tile.live_high);
-    tile.shift = list.block_pos || !p_.plan->solid ? kNoShift : list.pos - list.offset;
+    tile.shift = (kPositions && list.block_pos) || !p_.plan->solid ? kNoShift : list.pos - list.offset;
     if (list.indices) {
       const long long listed = list.offset + static_cast<long long>(list.entries) * part.block.divisor;
       tile.high = static_cast<int>(min(static_cast<long long>(tile.high), listed));
@@ -145,11 +148,11 @@ class HopperKeys {
     live_range(*next, part, list, next->head_begin, tile.live_low, tile.live_high);
     int stop;
     leaf_range<L::kTile>(p_, *next, next->leaf_begin, tile.offset, stop);
-    const int id = fetch_block<kAhead * L::kTile>(part, list, tile, tile.offset);
+    const int id = fetch_block<kAhead * L::kTile>(part.block, list, tile, tile.offset);
     ptx::loaded(id);
     if constexpr (kHow == Loading::boxes) {
       int pos, token, page;
-      const long long slot = slot_in(part, list, tile.offset, id, pos);
+      const long long slot = slot_in(part.block, list, tile.offset, id, pos);
       if (slot >= 0) {
         locate(maps_.page_k, slot, token, page);
 #pragma unroll
@@ -176,16 +179,17 @@ class HopperKeys {
       list.open(part, item.row, head);
       Tile tile;
       want(item, part, list, head, tile);
+      const FastDiv block = part.block;
 #pragma unroll 1
       for (int leaf = item.leaf_begin; leaf < max(item.leaf_end, item.leaf_begin + 1); ++leaf) {
         int stop;
         leaf_range<L::kTile>(p_, item, leaf, tile.offset, stop);
-        int id = fetch_block(part, list, tile, tile.offset);
+        int id = fetch_block(block, list, tile, tile.offset);
 #pragma unroll 1
         for (; tile.offset < stop; tile.offset += L::kTile) {
-          const int next = fetch_block(part, list, tile, tile.offset + L::kTile);
+          const int next = fetch_block(block, list, tile, tile.offset + L::kTile);
           int pos;
-          const long long slot = slot_in(part, list, tile.offset, id, pos);
+          const long long slot = slot_in(block, list, tile.offset, id, pos);
           f(tile, head, slot, pos);
           id = next;
         }

@@ -62,7 +62,7 @@ struct HopperLayout {
   static constexpr int kMaskRows = Variant::reads_index_mask ? kRows : 2;
   static constexpr bool kNeedsSlots =
       Variant::has_logits || !Variant::mask_is_interval || Variant::has_key || Variant::has_value;
-  static constexpr bool kNeedsKeys = kNeedsSlots || Variant::reads_index_mask;  // the table of keys, whatever the list
+  static constexpr bool kNeedsKeys = kNeedsSlots;  // the table of keys, whatever the list
 
   static constexpr int kSlabQ = kRows * 128;  // bytes of one slab
   static constexpr int kSlabKv = kTile * 128;
@@ -136,9 +136,9 @@ struct HopperMeta {
                                                                // kNothing: there is no row
   long long lse_at[L::kTables][L::kWorkedOut ? L::kRows : 2];
   // By 32 rows, of those that are there: highest lowest visible position, lowest highest one, shortest true length, and
-  // whether some row has a mask of its own.
+  // the first offset that a mask of some row's own speaks of.
   int4 span[L::kTables][L::kRows / 32];
-  long long mask_bit[L::kTables][L::kMaskRows];
+  long long mask_bit[L::kTables][L::kMaskRows];  // of the key at offset 0, counted from address 0
   int mask_from[L::kTables][L::kMaskRows];
   PassRecord pass[L::kTables];
   unsigned long long table_full[L::kTables], table_empty[L::kTables];

@@ -12,7 +12,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
   using Base = HopperRows<Config, Variant>;
 
  protected:
-  using Base::any_mask_, Base::runs_, Base::span, Base::whole_begin_, Base::whole_end_;
+  using Base::runs_, Base::span, Base::whole_begin_, Base::whole_end_;
   using Base::Base;
   using Base::lane_, Base::meta_, Base::p_, Base::params_, Base::pass_, Base::record, Base::row_of;
   using typename Base::Row;
@@ -27,16 +27,88 @@ class HopperMasks : public HopperRows<Config, Variant> {
     unsigned partial;          // bit p: some row of the warp does not see all of part p
   };
 
+  __device__ __forceinline__ void load_rows(Row (&rows)[2]) {
+    Base::load_rows(rows);
+    ahead_.offset = -1;
+  }
+
   // What rows see of tile t, before its scores are known.
-  __device__ __forceinline__ void look(View& view, const Row (&rows)[2], int t, int offset) const {
+  __device__ __forceinline__ void look(View& view, const Row (&rows)[2], int t, int offset) {
     view.all = Variant::mask_is_interval && offset >= whole_begin_ && offset + L::kTile <= whole_end_;
     if (view.all) return;
-    if (runs_ && !any_mask_) {
-      look_at_run(view, rows, offset);
-    } else {
+    if (!runs_) {
       look_at_keys(view, rows, t, offset);
+    } else if constexpr (Variant::reads_index_mask) {
+      look_at_words(view, rows, offset);
+    } else {
+      look_at_run(view, rows, offset);
     }
   }
+
+  // ------------------------------------------------------------------ the index's mask where positions run on
+  // Each lane of a quad reads what the mask says to its two rows of one part of the tile, as words at multiples of four
+  // bytes, a tile ahead, because they come from memory; the quad exchanges what follows from them.
+  __device__ __forceinline__ void look_at_words(View& view, const Row (&rows)[2], int offset) {
+    if (ahead_.offset != offset) fetch_words(rows, offset);
+    const int at = offset + lane_ % kParts * 32;
+    unsigned bits[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      bits[half] = low_bits(rows[half].last - at) & ~low_bits(rows[half].first - at);
+      const long long bit = meta_.mask_bit[L::table(pass_)][row_of(half)];
+      const unsigned silent = low_bits(meta_.mask_from[L::table(pass_)][row_of(half)] - at);
+      const unsigned said = __funnelshift_r(ahead_.low[half], ahead_.high[half], static_cast<unsigned>(bit + at));
+      if (bit != kNoMask) bits[half] &= said | silent;
+    }
+    fetch_words(rows, offset + L::kTile);
+    const unsigned hidden = __ballot_sync(0xffffffffu, (bits[0] & bits[1]) != 0xffffffffu);
+    constexpr unsigned kEvery = kParts == 4 ? 0x11111111u : 0x55555555u;
+    view.partial = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      view.partial |= (hidden & kEvery << part ? 1u : 0u) << part;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        view.bits[part][half] = __shfl_sync(0xffffffffu, bits[half], part, 4) >> lane_ % 4 * 2;
+      }
+    }
+  }
+
+  // Only words that hold a bit of a key that the row sees.
+  __device__ __forceinline__ void fetch_words(const Row (&rows)[2], int offset) {
+    ahead_.offset = offset;
+    const int at = offset + lane_ % kParts * 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const long long bit = meta_.mask_bit[L::table(pass_)][row_of(half)];
+      const int from = max(max(rows[half].first, meta_.mask_from[L::table(pass_)][row_of(half)]) - at, 0);
+      const int to = min(rows[half].last - at, 32);
+      const int next = 32 - static_cast<int>(bit + at & 31);  // the first key whose bit lies in the second word
+      const long long word = (bit + at >> 5) * 4, end = (bit + rows[half].last + 7) >> 3;
+      const bool any = bit != kNoMask && from < to;
+      ahead_.low[half] = any && from < next ? load_word(word, end) : 0;
+      ahead_.high[half] = any && to > next ? load_word(word + 4, end) : 0;
+    }
+  }
+
+  // Four bytes at an address, those from `end` on unread.
+  __device__ __forceinline__ static unsigned load_word(long long at, long long end) {
+    if (at + 4 <= end) return *reinterpret_cast<const unsigned*>(at);
+    const unsigned char* byte = reinterpret_cast<const unsigned char*>(at);
+    unsigned x = 0;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) x |= at + i < end ? static_cast<unsigned>(byte[i]) << 8 * i : 0u;
+    return x;
+  }
+
+  // Of the tile at `offset`: lane i of a quad those of part i.
+  struct Words {
+    int offset;
+    unsigned low[2], high[2];
+  };
+  Words ahead_ = {-1, {0, 0}, {0, 0}};
+
+  // ------------------------------------------------------------------ masks by position
 
   // Where positions run on, a row sees one run of offsets.
   __device__ __forceinline__ void look_at_run(View& view, const Row (&rows)[2], int offset) const {
@@ -71,7 +143,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
       const int4 all = span();
       const KeyRange range = meta_.range[t % L::kStages][lane_ % kParts];
       const bool yes = (range.kind & kKeysLive) && range.low >= all.x && range.high <= all.y;
-      view.all = !runs_ && __all_sync(0xffffffffu, yes) && !any_mask_ && offset + L::kTile <= all.z;
+      view.all = __all_sync(0xffffffffu, yes) && offset + L::kTile <= min(all.z, all.w);
       if (view.all) return;
       runs = __all_sync(0xffffffffu, range.kind & kKeysRun);
     }
@@ -82,11 +154,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
       for (int half = 0; half < 2; ++half) {
         unsigned& bits = view.bits[part][half];
         const int at = offset + part * 32;
-        if (runs_) {
-          bits = low_bits(rows[half].last - at) & ~low_bits(rows[half].first - at);
-        } else {
-          bits = runs ? run_bits(wanted[half], t, offset, part) : key_bits(rows[half], wanted[half], t, offset, part);
-        }
+        bits = runs ? run_bits(wanted[half], t, offset, part) : key_bits(rows[half], wanted[half], t, offset, part);
         if constexpr (Variant::reads_index_mask) bits = masked_bits(wanted[half], at, bits);
       }
       finish_part(view, part);
@@ -152,12 +220,13 @@ class HopperMasks : public HopperRows<Config, Variant> {
     const int before = row.mask_from - start;  // keys that the mask does not speak of
     const unsigned asked = bits & (before <= 0 ? 0xffffffffu : before >= 32 ? 0u : 0xffffffffu << before);
     if (asked == 0) return bits;
-    const unsigned char* mask = p_.plan->parts[record().item.part].mask;
     const long long first = row.mask_bit + start;
     const long long from = (first + __ffs(asked) - 1) >> 3, last = (first + 31 - __clz(asked)) >> 3;
     unsigned value[5], found = 0;  // 32 bits lie in five bytes at the most; all are asked for before one is used
 #pragma unroll
-    for (int i = 0; i < 5; ++i) value[i] = from + i <= last ? mask[from + i] : 0;
+    for (int i = 0; i < 5; ++i) {
+      value[i] = from + i <= last ? *reinterpret_cast<const unsigned char*>(from + i) : 0;
+    }
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
       const int place = static_cast<int>((from + i) * 8 - first);

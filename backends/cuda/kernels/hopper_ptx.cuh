@@ -86,6 +86,12 @@ ATTNRT_DEV void tma_prefetch_4d(const void* map, int c0, int c1, int c2, int c3)
 // Sleeps for about `ns` nanoseconds.
 ATTNRT_DEV void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
+// A pointer that the compiler does not take apart into sums.
+ATTNRT_DEV const char* opaque(const char* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
 // A use that keeps the load of x.
 ATTNRT_DEV void loaded(int x) { asm volatile("" ::"r"(x)); }
 

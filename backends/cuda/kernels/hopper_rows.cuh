@@ -64,11 +64,11 @@ class HopperRows {
     const PassRecord& pass = record();
     const int4 all = span();
     runs_ = Variant::mask_is_interval && pass.runs;
-    any_mask_ = Variant::reads_index_mask && all.w;
+    idle_ = all.x == kDeadKey;
     shift_ = pass.shift;
     whole_begin_ = offset_from(pass, all.x);
-    whole_end_ = min(offset_past(pass, all.y), all.z);
-    if (!runs_ || any_mask_ || negate_) {
+    whole_end_ = min(min(offset_past(pass, all.y), all.z), all.w);
+    if (!runs_ || negate_) {
       whole_begin_ = 0x7fffffff;
       whole_end_ = 0;
     }
@@ -108,7 +108,7 @@ class HopperRows {
   // HopperMeta::span of the warpgroup's rows.
   __device__ __forceinline__ int4 span() const {
     const int4 x = meta_.span[L::table(pass_)][2 * group_], y = meta_.span[L::table(pass_)][2 * group_ + 1];
-    return make_int4(max(x.x, y.x), min(x.y, y.y), min(x.z, y.z), x.w | y.w);
+    return make_int4(max(x.x, y.x), min(x.y, y.y), min(x.z, y.z), min(x.w, y.w));
   }
 
   const RunParams& p_;
@@ -119,7 +119,8 @@ class HopperRows {
   int tile_, pass_;                // so far: they number buffers and phases
   int whole_begin_, whole_end_;    // offsets
   int shift_;                      // where positions run on: position of offset 0
-  bool any_mask_, negate_, runs_;  // runs_: positions run on with offsets
+  bool negate_, runs_;             // runs_: positions run on with offsets
+  bool idle_ = false;              // the warpgroup has no row
   float scale_;
 };
 

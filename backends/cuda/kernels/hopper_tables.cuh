@@ -94,7 +94,7 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       if constexpr (Variant::reads_index_mask) {
         if (part.mask_offset && part.mask_offset[query.at] >= 0) {
           from = part.mask_begin[item.row] + shift;
-          bit = part.mask_offset[query.at] - from;
+          bit = reinterpret_cast<long long>(part.mask) * 8 + part.mask_offset[query.at] - from;
         }
       }
     }
@@ -122,7 +122,10 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     span.x = __reduce_max_sync(0xffffffffu, there ? row.z : kDeadKey);
     span.y = __reduce_min_sync(0xffffffffu, there ? row.w : 0x7fffffff);
     span.z = __reduce_min_sync(0xffffffffu, there ? limit : 0x7fffffff);
-    span.w = Variant::reads_index_mask && __any_sync(0xffffffffu, entry.bit != kNoMask);
+    span.w = 0x7fffffff;
+    if constexpr (Variant::reads_index_mask) {
+      span.w = __reduce_min_sync(0xffffffffu, entry.bit != kNoMask ? entry.from : 0x7fffffff);
+    }
     if (lane_ == 0) meta_.span[L::table(pass)][r / 32] = span;
     if constexpr (Variant::reads_index_mask) {
       meta_.mask_bit[L::table(pass)][r] = entry.bit;
