@@ -151,7 +151,9 @@ def test_a_mask_of_bits(variant, page_size):
     lens, qo, begin = [603, 33, 290], [40, 33, 3], [rng.integers(130, 300), 0, 250]
     case = testing.make_case(s, qo, lens, seed=3)
     batch = testing.lay_out(case, page_size=page_size)
-    masks = [rng.random((n, kv - b)) < p for n, kv, b, p in zip(qo, lens, begin, (0.5, 0.1, 0.9), strict=True)]
+    masks = [
+        rng.random((n, kv - b)) < p for n, kv, b, p in zip(qo, lens, begin, (0.5, 0.1, 0.9), strict=True)
+    ]
     masks[0][:, :200] |= rng.random((qo[0], 1)) < 0.5  # words of ones
     index = at.formats.tree(batch.index, mask=masks, mask_begin=np.array(begin, np.int32))
     attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
