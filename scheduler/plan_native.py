@@ -15,6 +15,7 @@ import numpy as np
 
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS, MergeList, Team, Traits, WorkList
+from attnrt.scheduler.mask_range import mask_range
 from attnrt.scheduler.problem import FAR, visible_range
 from attnrt.scheduler.values import twin
 
@@ -254,7 +255,10 @@ def _point_at(s: Structs, parts: Any, limits: Any, facts: Facts, num_rows: int) 
     s.problem.num_parts = len(parts)
     s.reserve(len(parts))
     if len(parts) == 1:
-        return alive, _fill(s.first, parts[0], limits[0], ask)
+        masked = None if parts[0].mask is None else mask_range(parts[0])
+        if masked is not None:
+            ask = facts.composed
+        return alive, _fill(s.first, parts[0], limits[0], ask, masked)
     return alive, [_fill(s.parts[i], part, limits[i], ask) for i, part in enumerate(parts)]
 
 
@@ -276,8 +280,8 @@ def point_at_queries(out: Any, part: Any) -> Any:
     return a, b, c, d, e, f, g, h
 
 
-def _fill(out: Any, part: Any, limits: Any, composed: Any) -> Any:
-    """Point a struct at a part's arrays; returns what must stay alive until the call is over."""
+def _fill(out: Any, part: Any, limits: Any, composed: Any, masked: Any = None) -> Any:
+    """Point a struct at a part's arrays; returns what must stay alive until the call is over. ``masked``: mask_range."""
     alive = point_at_queries(out, part)
     if limits is not None:
         out.limit_lo, out.limit_hi = ends = _buffer(_LONGS, limits[0]), _buffer(_LONGS, limits[1])
@@ -286,6 +290,9 @@ def _fill(out: Any, part: Any, limits: Any, composed: Any) -> Any:
         pos = part.qo_pos.astype(np.int64)
         low = pos - part.requests.kv_lens[part.request] if part.requests.bound_kv_lens is not None else pos
         lo, hi = visible_range(composed, low, pos)
+        if masked is not None:
+            shift = np.repeat(part.kv_pos.astype(np.int64) - part.kv_offset, np.diff(part.qo_indptr))
+            lo, hi = np.maximum(lo, masked[0] + shift), np.minimum(hi, masked[1] + shift)
         out.visible_lo, out.visible_hi = ends = _buffer(_LONGS, lo), _buffer(_LONGS, hi)
         alive = (alive, ends)
     return alive

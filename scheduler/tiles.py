@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnrt.scheduler.mask_range import mask_range
 from attnrt.scheduler.problem import Problem, visible_range
 
 __all__ = ["Tile", "find_tiles", "mark_rows", "rows_of", "units_of"]
@@ -101,6 +102,7 @@ def _find_keys(problem: Problem, tiles: list[Tile]) -> None:
             positions = positions - part.requests.kv_lens[part.request[tile.q_begin : tile.q_end]]
         pos_min[i] = positions.min()
     lows, highs = visible_range(problem.composed, pos_min, pos_max)
+    masked = mask_range(problem.parts[0]) if len(problem.parts) == 1 else None
     for i, tile in enumerate(tiles):
         part, limits = problem.parts[tile.part], problem.limits[tile.part]
         head = tile.head_begin if part.heads > 1 else 0
@@ -112,6 +114,9 @@ def _find_keys(problem: Problem, tiles: list[Tile]) -> None:
         if part.kv_pos is not None:
             shift = offset - int(part.kv_pos[tile.row])
             lo, hi = max(lo, int(lows[i]) + shift), min(hi, int(highs[i]) + shift)
+        if masked is not None:
+            own = slice(tile.q_begin, tile.q_end)
+            lo, hi = max(lo, int(masked[0][own].min())), min(hi, int(masked[1][own].max()))
         if lo < hi:
             ruler = problem.traits.classes[tile.klass].ruler
             tile.kv_begin, tile.kv_end = lo, hi

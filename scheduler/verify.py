@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from attnrt.errors import PlanError
 from attnrt.formats.base import HOLE, BlockSparse
 from attnrt.scheduler.base import DIRECT, Plan
+from attnrt.scheduler.mask_range import mask_range
 from attnrt.scheduler.problem import visible_range
 
 __all__ = ["verify_plan"]
@@ -195,8 +197,8 @@ def _place(part: BlockSparse, row: int, head: int, lo: int, hi: int) -> tuple[np
     return slots, int(part.kv_pos[row]) + j
 
 
-def _want(plan: Plan, part: BlockSparse, row: int, q: int, head: int) -> tuple[int, int]:
-    """Offsets of the keys of one list that are live and visible to one query."""
+def _want(plan: Plan, part: BlockSparse, masked: Any, row: int, q: int, head: int) -> tuple[int, int]:
+    """Offsets of the keys of one list that are live and visible to one query; ``masked``: mask_range of the part."""
     entry = row * part.heads + (head if part.heads > 1 else 0)
     offset = int(part.kv_offset[row])
     lo, hi = offset + int(part.kv_begin[entry]), offset + int(part.kv_end[entry])
@@ -205,16 +207,20 @@ def _want(plan: Plan, part: BlockSparse, row: int, q: int, head: int) -> tuple[i
         first, end = (int(x[0]) for x in visible_range(plan.spec.composed, at, at))
         shift = offset - int(part.kv_pos[row])
         lo, hi = max(lo, first + shift), min(hi, end + shift)
+    if masked is not None:
+        lo, hi = max(lo, int(masked[0][q])), min(hi, int(masked[1][q]))
     return lo, max(lo, hi)
 
 
 def _check_keys(plan: Plan, seen: dict[tuple[int, int], _Seen]) -> None:
     for part in plan.index.parts:
         qo_row = np.arange(plan.index.num_qo) if part.qo_index is None else part.qo_index
+        masked = mask_range(part)
         for row in range(part.num_rows):
             for q in range(part.qo_indptr[row], part.qo_indptr[row + 1]):
                 for head in range(plan.spec.num_kv_heads):
-                    _check_list(plan, part, row, q, head, int(qo_row[q]), seen)
+                    want = _want(plan, part, masked, row, q, head)
+                    _check_list(plan, part, want, row, head, int(qo_row[q]), seen)
     for (row, head), here in seen.items():
         spans = sorted(key[:2] for key in here.keys if key[0] < key[1])
         for a, b in itertools.pairwise(spans):
@@ -222,8 +228,10 @@ def _check_keys(plan: Plan, seen: dict[tuple[int, int], _Seen]) -> None:
                 _fail("keys must be covered once", f"row {row}, KV head {head}: offset {b[0]} twice")
 
 
-def _check_list(plan: Plan, part: BlockSparse, row: int, q: int, head: int, qo_row: int, seen: dict) -> None:
-    lo, hi = _want(plan, part, row, q, head)
+def _check_list(
+    plan: Plan, part: BlockSparse, want: tuple[int, int], row: int, head: int, qo_row: int, seen: dict
+) -> None:
+    lo, hi = want
     covered = lo
     for first, last, i in sorted(seen[qo_row, head].keys):
         begin, end = max(first, lo), min(last, hi)
@@ -233,10 +241,10 @@ def _check_list(plan: Plan, part: BlockSparse, row: int, q: int, head: int, qo_r
             break
         covered = max(covered, end)
         mine = plan.parts[int(plan.work["part"][i])]
-        want = _place(part, row, head, begin, end)
+        its_own = _place(part, row, head, begin, end)
         got = _place(mine, int(plan.work["row"][i]), head, begin, end)
-        if want is not None and got is not None:
-            for a, b, what in ((want[0], got[0], "slots"), (want[1], got[1], "positions")):
+        if its_own is not None and got is not None:
+            for a, b, what in ((its_own[0], got[0], "slots"), (its_own[1], got[1], "positions")):
                 if not np.array_equal(a, b):
                     _fail(
                         f"items must read the index's own {what}",
