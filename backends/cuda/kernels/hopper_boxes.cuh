@@ -14,7 +14,7 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperTables<Config, Variant, Loading::boxes>;
   using Base::arrived_k, Base::arrived_v, Base::bar, Base::base_, Base::lane_, Base::locate, Base::maps_, Base::meta_;
-  using Base::tell, Base::tells, Base::run_queries, Base::run_rows, Base::walk_tiles, Base::warp_;
+  using Base::tell, Base::tells, Base::run_queries, Base::run_rows, Base::walk_records, Base::warp_;
   using typename Base::Tile;
 
  public:
@@ -101,10 +101,6 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
     }
   }
 
-  struct Nothing {
-    __device__ __forceinline__ void operator()(const WorkItem&, const PartDesc&, int, int) const {}
-  };
-
   // K or V: one code for both warps, because the code of the boxes is long.
   __device__ __forceinline__ void run_boxes(bool values) {
     const TensorMap& map = values ? maps_.v : maps_.k;
@@ -115,7 +111,7 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
     const unsigned empty = values ? bar(meta_.v_empty[0]) : bar(meta_.k_empty[0]);
     if (ptx::elect_one()) ptx::tma_prefetch_map(&map);
     int t = 0, patches = 0;
-    walk_tiles(Nothing(), [&](const Tile& tile, int head, long long slot, int pos) {
+    walk_records([&](const Tile& tile, int head, long long slot, int pos) {
       const int stage = t % L::kStages;
       const unsigned dst = tiles + stage * bytes;
       const int from = tile.live_low - tile.offset, to = tile.live_high - tile.offset;  // rows that hold keys

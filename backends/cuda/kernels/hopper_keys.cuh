@@ -197,6 +197,44 @@ class HopperKeys {
     });
   }
 
+  // The same for a loader of boxes, which finds what it needs in the tables of passes. Consumers give a table back after
+  // they have had the last tile of its pass, so that it holds as long as this reads it.
+  template <class F>
+  __device__ __forceinline__ void walk_records(F&& f) {
+#pragma unroll 1
+    for (int count = 0;; ++count) {
+      const int table = L::table(count);
+      ptx::mbar_wait(bar(meta_.table_full[table]), count / L::kTables & 1);
+      const PassRecord& record = meta_.pass[table];
+      if (record.done) return;
+      const PassKeys keys = meta_.keys[table];
+      Tile tile;
+      tile.offset = record.begin;
+      tile.low = record.live_begin;
+      tile.high = record.live_end;
+      tile.live_low = keys.live_low;
+      tile.live_high = keys.live_high;
+      tile.shift = record.runs ? record.shift : kNoShift;
+      const int head = record.head, leaves = max(record.item.leaf_end - record.item.leaf_begin, 1);
+      int id = meta_.first_id[table][lane_], stop = record.stop;
+#pragma unroll 1
+      for (int leaf = 0; leaf < leaves; ++leaf) {
+        if (leaf > 0) {
+          leaf_range<L::kTile>(p_, record.item, record.item.leaf_begin + leaf, tile.offset, stop);
+          id = fetch_block(keys.block, keys.list, tile, tile.offset);
+        }
+#pragma unroll 1
+        for (; tile.offset < stop; tile.offset += L::kTile) {
+          const int next = fetch_block(keys.block, keys.list, tile, tile.offset + L::kTile);
+          int pos;
+          const long long slot = slot_in(keys.block, keys.list, tile.offset, id, pos);
+          f(tile, head, slot, pos);
+          id = next;
+        }
+      }
+    }
+  }
+
   __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
 
   // Barriers of the loader's arrivals: those of consumers, or of the stage that rewrites.

@@ -100,6 +100,16 @@ struct PassRecord {
   int done;      // 1: no pass, the list has ended
 };
 
+// Where the keys of a pass lie, for a loader of boxes: all that its walk would else fetch from the plan by a chain of
+// loads.
+struct alignas(16) PassKeys {
+  KvList list;
+  FastDiv block;
+  int live_low, live_high;  // offsets of the keys that exist in memory
+};
+constexpr int kKeysWords = sizeof(PassKeys) / 4;
+static_assert(kKeysWords <= 32, "a word a lane");
+
 // Offset of the first live key at or past a position, and one past the last at or before it; clamped first, because the
 // subtraction may overflow.
 template <class Pass>
@@ -141,6 +151,8 @@ struct HopperMeta {
   long long mask_bit[L::kTables][L::kMaskRows];  // of the key at offset 0, counted from address 0
   int mask_from[L::kTables][L::kMaskRows];
   PassRecord pass[L::kTables];
+  PassKeys keys[L::kTables];
+  int first_id[L::kTables][32];  // blocks of the boxes of the first tile, by lane
   unsigned long long table_full[L::kTables], table_empty[L::kTables];
   unsigned long long q_full[2], q_empty[2];  // where Q has two buffers
   unsigned long long k_full[L::kStages], k_empty[L::kStages];

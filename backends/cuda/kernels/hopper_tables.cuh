@@ -14,7 +14,7 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
 
  protected:
   using Base::arrived_half, Base::arrived_q, Base::bar, Base::base_, Base::kNoShift, Base::lane_, Base::look_ahead,
-      Base::meta_, Base::p_;
+      Base::fetch_block, Base::meta_, Base::p_;
   using Base::Base;
   using Base::params_, Base::want;
   using typename Base::Tile;
@@ -52,8 +52,12 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
   };
   __device__ __forceinline__ Bounds make_bounds(const WorkItem& item, const PartDesc& part, int head) const {
     KvList list;
-    list.open(part, item.row, head);
     Tile tile;
+    return make_bounds(item, part, head, list, tile);
+  }
+  __device__ __forceinline__ Bounds make_bounds(const WorkItem& item, const PartDesc& part, int head, KvList& list,
+                                                Tile& tile) const {
+    list.open(part, item.row, head);
     want(item, part, list, head, tile);
     Bounds x;
     x.runs = tile.shift != kNoShift;
@@ -149,6 +153,15 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     record.done = 0;
   }
 
+  // Word number `lane` of what all lanes know: one register each while the table's buffer is waited for.
+  __device__ __forceinline__ unsigned own_word(const PassKeys& keys) const {
+    unsigned words[kKeysWords], own = 0;
+    memcpy(words, &keys, sizeof keys);
+#pragma unroll
+    for (int i = 0; i < kKeysWords; ++i) own = lane_ == i ? words[i] : own;
+    return own;
+  }
+
   // The table of a pass, and Q's buffer where there are two. Long waits as a rule: they must not take issue slots from
   // the consumers.
   __device__ __forceinline__ void wait_table(int pass) const {
@@ -167,7 +180,12 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
 #pragma unroll
       for (int i = 0; i < L::kRows / 32; ++i) query[i] = fetch_query(item, part, first + i * 32 + lane_);
       look_ahead(item);
-      const Bounds bounds = make_bounds(item, part, head);
+      KvList list;
+      Tile tile;
+      const Bounds bounds = make_bounds(item, part, head, list, tile);
+      const PassKeys keys = {list, part.block, tile.live_low, tile.live_high};
+      const unsigned word = own_word(keys);
+      const int id = fetch_block(keys.block, list, tile, bounds.begin);
       Entry entry[L::kRows / 32];
 #pragma unroll
       for (int i = 0; i < L::kRows / 32; ++i) {
@@ -175,6 +193,8 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       }
       wait_table(count);
       write_pass(item, bounds, head, first, count);
+      if (lane_ < kKeysWords) reinterpret_cast<unsigned*>(&meta_.keys[L::table(count)])[lane_] = word;
+      meta_.first_id[L::table(count)][lane_] = id;
 #pragma unroll
       for (int i = 0; i < L::kRows / 32; ++i) write_row(entry[i], bounds, head, first, i * 32 + lane_, count);
       ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
