@@ -49,55 +49,89 @@ class HopperMasks : public HopperRows<Config, Variant> {
   // Each lane of a quad reads what the mask says to its two rows of one part of the tile, as words at multiples of four
   // bytes, a tile ahead, because they come from memory; the quad exchanges what follows from them.
   __device__ __forceinline__ void look_at_words(View& view, const Row (&rows)[2], int offset) {
+    unsigned own[2];
     if (ahead_.offset != offset) fetch_words(rows, offset);
-    const int at = offset + lane_ % kParts * 32;
-    unsigned bits[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      bits[half] = low_bits(rows[half].last - at) & ~low_bits(rows[half].first - at);
-      const long long bit = meta_.mask_bit[L::table(pass_)][row_of(half)];
-      const unsigned silent = low_bits(meta_.mask_from[L::table(pass_)][row_of(half)] - at);
-      const unsigned said = __funnelshift_r(ahead_.low[half], ahead_.high[half], static_cast<unsigned>(bit + at));
-      if (bit != kNoMask) bits[half] &= said | silent;
-    }
-    fetch_words(rows, offset + L::kTile);
-    const unsigned hidden = __ballot_sync(0xffffffffu, (bits[0] & bits[1]) != 0xffffffffu);
+    look_at_own(own, rows, offset);
+    const unsigned hidden = __ballot_sync(0xffffffffu, (own[0] & own[1]) != 0xffffffffu);
     constexpr unsigned kEvery = kParts == 4 ? 0x11111111u : 0x55555555u;
     view.partial = 0;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       view.partial |= (hidden & kEvery << part ? 1u : 0u) << part;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        view.bits[part][half] = __shfl_sync(0xffffffffu, bits[half], part, 4) >> lane_ % 4 * 2;
-      }
+      for (int half = 0; half < 2; ++half) view.bits[part][half] = bits_of(own, part, half);
     }
   }
 
-  // Only words that hold a bit of a key that the row sees.
+  // What this thread's rows see of the part that is this lane's. The tile's words are there or on their way, and those of
+  // the next are asked for.
+  __device__ __forceinline__ void look_at_own(unsigned (&own)[2], const Row (&rows)[2], int offset) {
+    const int at = offset + lane_ % kParts * 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      own[half] = low_bits(rows[half].last - at) & ~low_bits(rows[half].first - at);
+      const long long bit = meta_.mask_bit[L::table(pass_)][row_of(half)];
+      const unsigned silent = low_bits(meta_.mask_from[L::table(pass_)][row_of(half)] - at);
+      const unsigned said =
+          __funnelshift_r(ahead_.low[half], ahead_.high[half], static_cast<unsigned>(bit) + static_cast<unsigned>(at));
+      if (bit != kNoMask) own[half] &= said | silent;
+    }
+    fetch_words(rows, offset + L::kTile);
+  }
+
+  __device__ __forceinline__ unsigned bits_of(const unsigned (&own)[2], int part, int half) const {
+    return __shfl_sync(0xffffffffu, own[half], part, 4) >> lane_ % 4 * 2;
+  }
+
+  // Hides scores by what lanes know of their parts. A tile is masked whole or not at all: no branch but one.
+  __device__ __forceinline__ void mask_own(float (&s)[kS], const unsigned (&own)[2]) const {
+    if (__all_sync(0xffffffffu, (own[0] & own[1]) == 0xffffffffu)) return;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) mask_part(s, bits_of(own, part, half), part, half);
+  }
+
+  // Only words that hold a bit of a key that the row sees, and of a row's last ones only bytes that do.
   __device__ __forceinline__ void fetch_words(const Row (&rows)[2], int offset) {
     ahead_.offset = offset;
     const int at = offset + lane_ % kParts * 32;
+    const unsigned* word[2];
+    int bits[2];  // from the word's first on to the last of a key that the row sees
+    bool low[2], high[2], ragged = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const long long bit = meta_.mask_bit[L::table(pass_)][row_of(half)];
       const int from = max(max(rows[half].first, meta_.mask_from[L::table(pass_)][row_of(half)]) - at, 0);
-      const int to = min(rows[half].last - at, 32);
-      const int next = 32 - static_cast<int>(bit + at & 31);  // the first key whose bit lies in the second word
-      const long long word = (bit + at >> 5) * 4, end = (bit + rows[half].last + 7) >> 3;
-      const bool any = bit != kNoMask && from < to;
-      ahead_.low[half] = any && from < next ? load_word(word, end) : 0;
-      ahead_.high[half] = any && to > next ? load_word(word + 4, end) : 0;
+      const int left = bit == kNoMask ? 0 : rows[half].last - at;
+      const int skip = static_cast<int>(bit + at & 31);
+      word[half] = reinterpret_cast<const unsigned*>((bit + at >> 5) * 4);
+      bits[half] = skip + left;
+      low[half] = from < min(left, 32 - skip);
+      high[half] = from < min(left, 32) && skip > 0 && bits[half] > 32;
+      ragged = ragged || (low[half] && bits[half] <= 24) || (high[half] && bits[half] <= 56);
+    }
+    ragged = __any_sync(0xffffffffu, ragged);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ahead_.low[half] = ahead_.high[half] = 0;
+      if (!ragged) {
+        if (low[half]) ahead_.low[half] = word[half][0];
+        if (high[half]) ahead_.high[half] = word[half][1];
+      } else {
+        if (low[half]) ahead_.low[half] = load_bytes(word[half], bits[half]);
+        if (high[half]) ahead_.high[half] = load_bytes(word[half] + 1, bits[half] - 32);
+      }
     }
   }
 
-  // Four bytes at an address, those from `end` on unread.
-  __device__ __forceinline__ static unsigned load_word(long long at, long long end) {
-    if (at + 4 <= end) return *reinterpret_cast<const unsigned*>(at);
-    const unsigned char* byte = reinterpret_cast<const unsigned char*>(at);
+  // The bytes of a word that hold some of its first so many bits.
+  __device__ __forceinline__ static unsigned load_bytes(const unsigned* word, int bits) {
     unsigned x = 0;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) x |= at + i < end ? static_cast<unsigned>(byte[i]) << 8 * i : 0u;
+#pragma unroll 1
+    for (int i = 0; i < min(bits, 32); i += 8) {
+      x |= static_cast<unsigned>(reinterpret_cast<const unsigned char*>(word)[i / 8]) << i;
+    }
     return x;
   }
 
@@ -241,15 +275,19 @@ class HopperMasks : public HopperRows<Config, Variant> {
     for (int part = 0; part < kParts; ++part) {
       if (!(view.partial >> part & 1)) continue;
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[16 * part + 4 * n + 2 * half + e];
-            x = view.bits[part][half] >> (n * 8 + e) & 1 ? x : hidden_score();
-          }
+      for (int half = 0; half < 2; ++half) mask_part(s, view.bits[part][half], part, half);
     }
+  }
+
+  // `bits`: from this thread's first key of the part on.
+  __device__ __forceinline__ void mask_part(float (&s)[kS], unsigned bits, int part, int half) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[16 * part + 4 * n + 2 * half + e];
+        x = bits >> (n * 8 + e) & 1 ? x : hidden_score();
+      }
   }
 
   __device__ __forceinline__ static float hidden_score() { return Variant::use_softmax ? neg_inf() : 0.0f; }
