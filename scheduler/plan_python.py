@@ -155,16 +155,23 @@ def _unit_cost(problem: Problem, crew: Crew, tile: Tile, keys: float) -> float:
 
 
 def _sections(problem: Problem, tiles: list[Tile], size: int) -> dict[tuple[int, int, int], int]:
-    """Section of each (part, block row, KV head) of the tiles: lists one after the other, cut where they have filled one."""
-    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    """Section of each (part, block row, KV head) of the tiles: lists one after the other, cut where they have filled one. Rows of
+    one request choose among the same keys and count as one list of all that it has."""
+    lists: list[tuple[int, int, list[Tile]]] = []  # part, request, tiles
     for tile in tiles if size else ():
-        low, high = spans.get((tile.part, tile.row), (tile.kv_begin, tile.kv_end))
-        spans[tile.part, tile.row] = min(low, tile.kv_begin), max(high, tile.kv_end)
+        request = int(problem.parts[tile.part].request[tile.q_begin])
+        if not lists or lists[-1][0] != tile.part or (lists[-1][2][0].row != tile.row and lists[-1][1] != request):
+            lists.append((tile.part, request, []))
+        lists[-1][2].append(tile)
     sections, before = {}, 0
-    for (part, row), (low, high) in spans.items():
+    for part, request, own in lists:
+        keys = max(tile.kv_end for tile in own) - min(tile.kv_begin for tile in own)
+        if own[-1].row != own[0].row:
+            keys = max(keys, int(problem.parts[part].requests.kv_lens[request]))
         for head in range(problem.num_kv_heads):
-            sections[part, row, head] = before // size
-            before += high - low
+            for tile in own:
+                sections[part, tile.row, head] = before // size
+            before += keys
     return sections
 
 

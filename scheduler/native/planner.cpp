@@ -469,17 +469,23 @@ void Planner::overlap() {
   }
 }
 
-// Lists lie one after the other: how many keys come before each tile's.
+// Lists lie one after the other: how many keys come before each tile's. Rows of one request choose among the same keys
+// and count as one list of all that it has.
 void Planner::find_sections(const Crew& crew) {
   int64_t before = 0;
+  const auto request = [this](const Tile& t) { return pr->part[t.part].request[t.q_begin]; };
   for (size_t i = crew.begin; i < crew.end;) {
     size_t end = i;
     int32_t low = tiles[i].kv_begin, high = tiles[i].kv_end;
-    for (; end < crew.end && tiles[end].part == tiles[i].part && tiles[end].row == tiles[i].row; ++end) {
+    for (; end < crew.end && tiles[end].part == tiles[i].part &&
+           (tiles[end].row == tiles[i].row || request(tiles[end]) == request(tiles[i]));
+         ++end) {
       low = std::min(low, tiles[end].kv_begin), high = std::max(high, tiles[end].kv_end);
     }
-    for (size_t j = i; j < end; ++j) tiles[j].before = before, tiles[j].list_keys = int64_t(high) - low;
-    before += (int64_t(high) - low) * pr->num_kv_heads;
+    int64_t keys = int64_t(high) - low;
+    if (tiles[end - 1].row != tiles[i].row) keys = std::max<int64_t>(keys, pr->kv_lens[request(tiles[i])]);
+    for (size_t j = i; j < end; ++j) tiles[j].before = before, tiles[j].list_keys = keys;
+    before += keys * pr->num_kv_heads;
     i = end;
   }
 }
