@@ -33,7 +33,8 @@ class HopperKeys {
   static constexpr int kNoShift = -0x7fffffff;
   // Whether anybody asks where keys stand: what rows see by offset alone runs on whatever the blocks' positions.
   static constexpr bool kPositions = Variant::has_mask || Variant::has_logits || Variant::has_key || Variant::has_value;
-  static constexpr int kAhead = 4;  // tiles of the next item that are asked for in L2
+  static constexpr int kAhead = 4;      // tiles of the next item that are asked for in L2
+  static constexpr int kMostAhead = 8;  // or as many boxes of theirs: each costs the warp 60 clocks for each of its slabs
 
   // gather: which 32 keys of a tile this warp brings.
   __device__ __forceinline__ int own_part() const { return L::kTile == 128 ? warp_ : warp_ & (L::kTile / 32 - 1); }
@@ -153,7 +154,7 @@ class HopperKeys {
     if constexpr (kHow == Loading::boxes) {
       int pos, token, page;
       const long long slot = slot_in(part.block, list, tile.offset, id, pos);
-      if (slot >= 0) {
+      if (slot >= 0 && lane_ < kMostAhead) {
         locate(maps_.page_k, slot, token, page);
 #pragma unroll
         for (int c = 0; c < L::kDim; c += 64) ptx::tma_prefetch_4d(&maps_.k, c, token, next->head_begin, page);

@@ -179,7 +179,6 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       Query query[L::kRows / 32];
 #pragma unroll
       for (int i = 0; i < L::kRows / 32; ++i) query[i] = fetch_query(item, part, first + i * 32 + lane_);
-      look_ahead(item);
       KvList list;
       Tile tile;
       const Bounds bounds = make_bounds(item, part, head, list, tile);
@@ -198,6 +197,7 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
 #pragma unroll
       for (int i = 0; i < L::kRows / 32; ++i) write_row(entry[i], bounds, head, first, i * 32 + lane_, count);
       ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
+      look_ahead(item);
       ++count;
     });
     wait_table(count);
