@@ -160,7 +160,11 @@ def _sections(problem: Problem, tiles: list[Tile], size: int) -> dict[tuple[int,
     lists: list[tuple[int, int, list[Tile]]] = []  # part, request, tiles
     for tile in tiles if size else ():
         request = int(problem.parts[tile.part].request[tile.q_begin])
-        if not lists or lists[-1][0] != tile.part or (lists[-1][2][0].row != tile.row and lists[-1][1] != request):
+        if (
+            not lists
+            or lists[-1][0] != tile.part
+            or (lists[-1][2][0].row != tile.row and lists[-1][1] != request)
+        ):
             lists.append((tile.part, request, []))
         lists[-1][2].append(tile)
     sections, before = {}, 0

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from plan_cases import cases
 
+import attnrt as at
 from attnrt.errors import ArgumentError, LimitError, PlanError, UnsupportedError
 from attnrt.scheduler.base import DIRECT, WORK_FIELDS, Traits
 from attnrt.scheduler.plan import make_plan
@@ -260,6 +261,21 @@ def test_a_team_takes_its_classes_section_by_section():
         assert order == sorted(order) and len({section for section, _ in order}) == 4
     flat = make_plan(s, index, replace(machine, teams=(replace(machine.teams[0], section=0),)))
     assert flat.digest != plan.digest
+
+
+def test_block_rows_of_a_request_run_head_by_head():
+    """Rows of a sparse matrix choose among the same keys: workers take all rows of one head before those of the next."""
+    rng = np.random.default_rng()
+    kept = rng.random((12, 40)) < 0.2
+    starts = np.concatenate([[0], np.cumsum(kept.sum(1))]).astype(np.int32)
+    index = at.formats.bsr(starts, np.nonzero(kept)[1].astype(np.int32), (16, 16), num_cols=640)
+    plan = make_plan(plan_cases.spec(qo_heads=8, kv_heads=8), index, plan_cases.traits(2, team=(1, 640)))
+    verify_plan(plan)
+    lists, heads = plan.work.worker_indptr, plan.work["head_begin"]
+    assert lists[-1] > lists[2]
+    for worker in (2, 3):
+        own = heads[lists[worker] : lists[worker + 1]].tolist()
+        assert own == sorted(own)
 
 
 def test_a_team_leaves_workers_to_the_others():
