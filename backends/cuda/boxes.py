@@ -30,6 +30,7 @@ __all__ = [
     "SMALLEST",
     "box_of",
     "encode",
+    "encoded",
     "geometry",
     "is_solid",
     "of_plan",
@@ -102,17 +103,33 @@ def box_of(plan: Plan, call: Any, spec: Any) -> int:
     assert config is not None
     sizes = [config.kv_tile.bit_length() - 1]
     anywhere, in_pages = of_plan(plan)
-    itemsize = as_dtype(spec.kv_dtype).itemsize
+    if not on_lines(call, spec):
+        return NO_BOXES
     for view in (call.k, call.v):
-        if view.num_pages * view.page_size == 0 or view.ptr % 16:
-            return NO_BOXES
-        if any(
-            n * itemsize % 16 or not 0 < n * itemsize < 1 << 40 for n in _strides(view, spec.num_kv_heads)
-        ):
-            return NO_BOXES
         own = anywhere if is_linear(view) else min(in_pages, _log2_of_divisor(view.page_size))
         sizes.append(own)
     return min(sizes) if min(sizes) >= SMALLEST else NO_BOXES
+
+
+def on_lines(call: Any, spec: Any) -> bool:
+    """Whether K and V of a call have tensor maps: addresses and strides are multiples of 16 bytes."""
+    itemsize = as_dtype(spec.kv_dtype).itemsize
+    for view in (call.k, call.v):
+        if view.num_pages * view.page_size == 0 or view.ptr % 16:
+            return False
+        if any(
+            n * itemsize % 16 or not 0 < n * itemsize < 1 << 40 for n in _strides(view, spec.num_kv_heads)
+        ):
+            return False
+    return True
+
+
+def encoded(box: int, wide: bool, call: Any, spec: Any) -> int:
+    """box_log2 of the maps that a run brings: what the Hopper kernel wants, or, where the wide kernel reads them, too, the
+    smallest. That one looks for keys side by side by itself, so it wants maps even where a plan's lists allow no boxes."""
+    if not wide or box == SMALLEST:
+        return box
+    return SMALLEST if on_lines(call, spec) else NO_BOXES
 
 
 def geometry(call: Any, box: int, spec: Any) -> list[tuple[int, list[int], list[int], list[int]]]:

@@ -140,7 +140,7 @@ class Repeat:
     """
 
     __slots__ = (
-        *("_any_team", "_args", "_box", "_call", "_heads", "_kernel", "_limits", "_loaded", "_maps"),
+        *("_any_team", "_args", "_box", "_call", "_encoded", "_heads", "_kernel", "_limits", "_loaded", "_maps"),
         *("_memory", "_names", "_params", "_record", "_run", "native"),
     )
 
@@ -152,7 +152,7 @@ class Repeat:
         self._any_team = limits is not None and limits_team(kernel.spec, limits)
         self._memory, self._args = kernel.arguments(call)
         self._maps = self._args + kernel.maps_at if kernel.maps_at else None
-        self._box = boxes.NO_BOXES
+        self._box = self._encoded = boxes.NO_BOXES  # of the Hopper kernel, and of the maps
         record = self._record = ffi.new("attnrt_run_t *")
         record.args, record.forbid_capture = self._args, limits is None
         record.aligned_k = pack.aligned(call.k, kernel.itemsize)
@@ -171,19 +171,23 @@ class Repeat:
         words = driver.shim()[0].cast("uint64_t *", self._args)
         words[0], words[1] = header, before | behind << 32
         if self._maps is not None and (self._any_team or pack.has_items(loaded.plan, TEAM)):
-            self._new_maps(boxes.box_of(loaded.plan, self._call, self._kernel.spec))
+            self._box = boxes.box_of(loaded.plan, self._call, self._kernel.spec)
         self._choose()
 
-    def _new_maps(self, box: int) -> None:
-        if box != self._box:
-            boxes.encode(self._kernel.device.index, self._maps, self._call, box, self._kernel.spec)
-            self._box = box
-        self._record.at_maps = self._kernel.maps_at if box != boxes.NO_BOXES else 0
+    def _new_maps(self, names: tuple[str, ...]) -> None:
+        kernel = self._kernel
+        box = boxes.encoded(self._box, WIDE in names, self._call, kernel.spec)
+        if box != self._encoded:
+            boxes.encode(kernel.device.index, self._maps, self._call, box, kernel.spec)
+            self._encoded = box
+        self._record.at_maps = kernel.maps_at if box != boxes.NO_BOXES else 0
 
-    def _choose(self) -> None:
-        """Which kernels run, and how wide."""
+    def _choose(self, maps: bool = True) -> None:
+        """Which kernels run, and how wide; without ``maps``, all of them key by key."""
         record, kernel, loaded = self._record, self._kernel, self._loaded
         names = kernel.needs(loaded.plan, self._limits, self._box)
+        if self._maps is not None:
+            self._new_maps(names if maps else ())
         if names != self._names:
             for i, name in enumerate(names):
                 record.launches[i] = kernel.programs.entry(name)[0]
@@ -195,14 +199,13 @@ class Repeat:
     def __call__(self, addresses: tuple[int, ...], sm_scale: float, stream: int) -> None:
         """Enqueue; ``addresses`` of q, k, v (0: k's), out, lse (0: none)."""
         q, k, v, out, lse = addresses
-        if self._box != boxes.NO_BOXES and (k | v) & 15:  # seldom: arrays of this form off 16-byte lines
-            kept = self._box
+        if self._encoded != boxes.NO_BOXES and (k | v) & 15:  # seldom: arrays of this form off 16-byte lines
+            kept, self._box = self._box, boxes.NO_BOXES
             try:
-                self._new_maps(boxes.NO_BOXES)
-                self._choose()
+                self._choose(maps=False)
                 self._enqueue(q, k, v or k, out, lse, sm_scale, stream)
             finally:
-                self._new_maps(kept)
+                self._box = kept
                 self._choose()
             return
         self._enqueue(q, k, v or k, out, lse, sm_scale, stream)
@@ -275,22 +278,29 @@ class CudaKernel:
             return self.programs.names
         names = [] if limits_decode(self.spec, limits) else [self.wide]
         names += (DECODE,) if decode_queries(self.spec) else ()
-        if self.maps_at and limits_team(self.spec, limits):
+        team = bool(self.maps_at) and limits_team(self.spec, limits)
+        if limits.max_parts > 1 and not team:
+            # Of rows that share keys or not, as the planner finds: where they do not, the wide kernel's CTAs end as soon as
+            # those of the decode kernel make room for them.
+            names.reverse()
+        if team:
             # No launch of the Hopper kernel starts while one before it runs: the form that is seldom meant goes last.
             names = [*names, HOPPER_GATHER_FOLD]
             names = [names[-1], *names[:-1]] if box == boxes.NO_BOXES else [HOPPER_BOXES_FOLD, *names]
         return (DECODE,) if names == [DECODE] else (*names, MERGE)
 
     def counters(self, plan: Plan, limits: Limits | None) -> int:
-        """How many counters the decode kernel wants for the rows that it merges itself: where it runs alone."""
-        return merge_counters(plan) if self.needs(plan, limits) == (DECODE,) else 0
+        """How many counters the decode kernel wants for the rows that it merges itself: where nobody else has items."""
+        if DECODE not in self.needs(plan, limits) or pack.has_items(plan, CREW) or pack.has_items(plan, TEAM):
+            return 0
+        return merge_counters(plan)
 
     def steady(self, loaded: Loaded, limits: Limits | None) -> tuple[bytes, int, int, bool, tuple[int, ...]]:
         """What a load of one part without a team's items needs beside its arrays, whatever its lengths: (a header, where its
         first part lies, counters for each merge row, whether runs of the loaded plan have the launches that its runs will
         have, what writes the workers' first items)."""
         plan = loaded.plan
-        alone = self.needs_of(limits) == (DECODE,) if limits is not None else decode_queries(self.spec) > 0
+        alone = decode_queries(self.spec) > 0
         header = np.zeros(pack.HEADER.itemsize, np.uint8)
         self.pack_header(loaded, header)
         per_row = 1 if plan.parts[0].heads > 1 else self.spec.num_kv_heads
@@ -314,7 +324,7 @@ class CudaKernel:
         """
         plan = loaded.plan
         if name == MERGE:
-            rows = len(plan.merge) * num_qo_heads
+            rows = 0 if loaded.counters[1] else len(plan.merge) * num_qo_heads
             return self.merge_grid, min(self.merge_grid, -(-rows // MERGE_WARPS))
         if name in HOPPER:
             workers = self._workers(plan, TEAM)
@@ -372,8 +382,11 @@ class CudaKernel:
         memory, at = self.arguments(call)
         if self.maps_at and pack.has_items(plan, TEAM):
             box = boxes.box_of(plan, call, self.spec)
-            boxes.encode(self.device.index, at + self.maps_at, call, box, self.spec)
-        for name in self.needs(plan, None, box):
+        names = self.needs(plan, None, box)
+        if self.maps_at:
+            maps = boxes.encoded(box, WIDE in names, call, self.spec)
+            boxes.encode(self.device.index, at + self.maps_at, call, maps, self.spec)
+        for name in names:
             _, grid = self.grid(name, call.loaded, call.q.shape[1], box)
             if (name == MERGE) == merges and grid:
                 launch(self.programs.entry(name), grid, at, call.stream)

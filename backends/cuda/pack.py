@@ -101,7 +101,7 @@ HEADER = np.dtype(
     [(name, "<u8") for name in HEADER_POINTERS]
     + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers")]
     + [(name, "<i4") for name in ("box_log2", "page_box_log2", "solid")]
-    + [("num_items", "<i4"), ("wide_workers", "<i4"), ("firsts", "<i4"), ("pad", "<i4")]
+    + [("num_items", "<i4"), ("wide_workers", "<i4"), ("firsts", "<i4"), ("wide_items", "<i4")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
 #: Where each worker's FirstItem lies, from the header's start, and its size.
@@ -265,6 +265,7 @@ def fill_header(
     plan = loaded.plan
     traits = plan.traits
     wide, team = traits.workers_of(WIDE), traits.workers_of(HOPPER)
+    first, end = items_of(plan, WIDE)
     works = has_items(plan, HOPPER)
     if rulers is None:
         rulers = pack_rulers(plan.traits.classes)
@@ -280,7 +281,7 @@ def fill_header(
         len(plan.work),
         wide[1] - wide[0],
         fill_first(plan, target),
-        0,
+        end - first,
     )
     _COUNTS.pack_into(buffer, 0, *loaded.addresses, loaded.counters[0], *counts)
     buffer[AT_PARTS : AT_PARTS + len(parts)] = parts

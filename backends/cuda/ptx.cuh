@@ -227,6 +227,11 @@ ATTNRT_DEV void cp_async_mbar_arrive_noinc(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 
+// The same with an arrival of its own, which the phase at hand waits for beside those that it was initialised for.
+ATTNRT_DEV void cp_async_mbar_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(bar) : "memory");
+}
+
 // True once the phase of the given parity has completed; may suspend the thread for a while (sm_90).
 ATTNRT_DEV bool mbar_try_wait(u32 bar, u32 parity) {
   u32 ok;

@@ -191,6 +191,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
   ATTNRT_MARK(24);
   attnrt::wait_for_predecessors();
   ATTNRT_MARK(25);
+  if (launch.run.plan->counters) return;  // the decode kernel has merged
   attnrt::Merge<attnrt::Config, attnrt::Variant>(launch.run, *launch.run.plan, launch.params).run();
 }}
 """
@@ -226,7 +227,8 @@ extern "C" __global__ void __launch_bounds__({WIDE_THREADS}, {WIDE_CTAS})
   extern __shared__ __align__(1024) char smem[];
   attnrt::prefetch_plan(launch.run, gridDim.x);
   attnrt::begin_run(launch.run);
-  attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem);
+  if (launch.run.plan->wide_items)
+    attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, launch.maps, smem);
   attnrt::end_run(launch.run);
 }}
 """
@@ -293,10 +295,12 @@ def render(spec: AttentionSpec, *names: str) -> str:
             "turns": turns_by_position(composed),
             "folds": names[0] in (HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD),
         }
-        constants, maps = config_text(config, _HOPPER_CONSTANTS, **own), "\n  KvMaps maps;"
-        asserts = f"\nstatic_assert(sizeof(Launch) == {maps_offset(len(composed.params)) + MAPS_BYTES});"
+        constants = config_text(config, _HOPPER_CONSTANTS, **own)
     if names == (WIDE,):
         constants = config_text(config, _WIDE_CONSTANTS)
+    if wide is not None or names == (WIDE,):
+        maps = "\n  KvMaps maps;"
+        asserts = f"\nstatic_assert(sizeof(Launch) == {maps_offset(len(composed.params)) + MAPS_BYTES});"
     if names == (MERGE,):
         composed, constants = _finishing(composed), config_text(config, _MERGE_CONSTANTS)
     entries = "".join(_KERNELS[name][1](config) for name in names)

@@ -376,6 +376,11 @@ inline void cp_async_mbar_arrive_noinc(u32 bar) {
     mbar_complete(bar);
   });
 }
+// The same with an arrival of its own.
+inline void cp_async_mbar_arrive(u32 bar) {
+  ++emu::mbars.at(bar).pending;
+  cp_async_mbar_arrive_noinc(bar);
+}
 inline void bar_arrive(u32 id, u32 threads) {
   auto& b = emu::named[id];
   if (++b.arrived == (int)threads) {

@@ -46,7 +46,7 @@ extern "C" int emulate_wide(const void* args, unsigned seed) {
   emu::rng = seed;
   for (blockIdx.x = 0; blockIdx.x < launch.run.plan->wide_workers; ++blockIdx.x)
     if (!emu::run(attnrt::WideLayout<attnrt::Config, attnrt::Variant>::kThreads, [&] {
-          attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, emu::smem);
+          attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, launch.maps, emu::smem);
         }))
       return 0;
   return 1;
@@ -90,10 +90,26 @@ class HopperKernel(EmulatedKernel):
     def launch_many(self, call: Any) -> None:
         if not tables.takes_wide(self.spec):
             return super().launch_many(call)
-        args = pack.fill_run(call, self.itemsize) + (call.params.table.tobytes() or bytes(64))
-        buffer = (ctypes.c_char * (len(args) + 16)).from_buffer_copy(args + bytes(16))
-        done = self.wide().emulate_wide(ctypes.byref(buffer), self.backend.seed)
-        assert done, "the threads of a CTA wait for each other in vain"
+        box = boxes.encoded(boxes.NO_BOXES, self.backend.boxes, call, self.spec)
+        memory, at = self._with_maps(call, box)
+        assert self.wide().emulate_wide(at, self.backend.seed), "the threads of a CTA wait for each other in vain"
+        del memory
+
+    def _with_maps(self, call: Any, box: int) -> tuple[Any, Any]:
+        """(memory, address in it) of a Launch with maps of such boxes."""
+        head = pack.fill_run(call, self.itemsize) + (call.params.table.tobytes() or bytes(64))
+        maps = bytes(256)
+        if box != boxes.NO_BOXES:  # as prefill_emulate.hpp reads them
+            maps = b"".join(
+                struct.pack("<10Q48x", address, *strides, *dims, extents[1], self.itemsize)
+                for address, dims, strides, extents in boxes.geometry(call, box, self.spec)
+            )
+        at = render.maps_offset(len(self.spec.composed.params))
+        packed = head.ljust(at, b"\0") + maps + boxes.tail(call, box)
+        memory = np.zeros(len(packed) + 64, np.uint8)
+        first = -memory.ctypes.data % 64
+        memory[first : first + len(packed)] = np.frombuffer(packed, np.uint8)
+        return memory, ctypes.c_void_p(memory.ctypes.data + first)
 
     def attend(self, call: Any) -> None:
         plan = call.loaded.plan
@@ -101,23 +117,11 @@ class HopperKernel(EmulatedKernel):
         if not pack.has_items(plan, tables.HOPPER):
             return
         box = boxes.box_of(plan, call, self.spec) if self.backend.boxes else boxes.NO_BOXES
-        head = pack.fill_run(call, self.itemsize) + (call.params.table.tobytes() or bytes(64))
-        at = render.maps_offset(len(self.spec.composed.params))
-        maps = bytes(256)
-        if box != boxes.NO_BOXES:  # as prefill_emulate.hpp reads them
-            maps = b"".join(
-                struct.pack("<10Q48x", address, *strides, *dims, extents[1], self.itemsize)
-                for address, dims, strides, extents in boxes.geometry(call, box, self.spec)
-            )
-        packed = head.ljust(at, b"\0") + maps + boxes.tail(call, box)
-        memory = np.zeros(len(packed) + 64, np.uint8)
-        first = -memory.ctypes.data % 64
-        memory[first : first + len(packed)] = np.frombuffer(packed, np.uint8)
+        memory, at = self._with_maps(call, box)
         by_boxes = ctypes.c_int()
-        done = self.hopper().emulate_hopper(
-            ctypes.c_void_p(memory.ctypes.data + first), self.backend.seed, ctypes.byref(by_boxes)
-        )
+        done = self.hopper().emulate_hopper(at, self.backend.seed, ctypes.byref(by_boxes))
         assert done, "the threads of a CTA wait for each other in vain"
+        del memory
         self.backend.seen.append(bool(by_boxes.value))
 
 

@@ -129,7 +129,7 @@ struct PlanHeader {
   int num_items;
   int wide_workers;  // of the kernel for items of many rows; 0: items of any rows lie with num_workers
   int firsts;        // workers whose first item lies behind the header: all that have any; 0: nobody has written them
-  int pad;
+  int wide_items;    // of the kernel for items of many rows
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };

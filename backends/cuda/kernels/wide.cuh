@@ -381,7 +381,8 @@ class Wide {
 
 // The kernel: initialises barriers, gives registers to those that compute, starts the roles.
 template <class Config, class Variant>
-__device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* params, char* smem) {
+__device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* params, const KvMaps& maps,
+                                            char* smem) {
   using L = WideLayout<Config, Variant>;
   using M = WideMeta<L, Variant>;
   using Loader = WideLoader<Config, Variant>;
@@ -401,7 +402,7 @@ __device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* 
   __syncthreads();
   if (threadIdx.x < 128) {
     ptx::reg_dealloc<64>();
-    Loader(p, params, smem, meta).run(worker);
+    Loader(p, params, maps, smem, meta).run(worker);
   } else {
     ptx::reg_alloc<192>();
     Wide<Config, Variant>(p, params, smem).run();

@@ -43,6 +43,9 @@ struct WideLayout {
   }
 };
 
+// Boxes of 16 tokens: the maps of a run that has this kernel are of such ones (backends/cuda/kernel.py), or are none.
+constexpr int kWideBoxLog2 = 4;
+
 // What WideMeta::span says of a loading warp's 16 keys, and of the tile.
 constexpr int kWideLive = 1, kWideEndsLeaf = 2, kWideEndsPass = 4, kWideOver = 8;
 

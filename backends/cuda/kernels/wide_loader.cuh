@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loading warps of the wide kernel. All four walk the worker's items (heads, passes over the rows, leaves, tiles)
 // and fill every stage together, 16 keys each; before the first tile of a pass two of them lay out 32 of its rows each,
-// and their Q. Lane l finds the address of key l % 16 of its warp's keys, in K (l < 16) or in V, one tile ahead; then
-// all lanes copy. Every key has an address of its own, so pages of any size cost the same.
+// and their Q. Lane l finds the slot of key l % 16 of its warp's keys one tile ahead. Where the sixteen lie side by side
+// in one page, an elected lane asks for them as boxes of a tensor map (TMA); else lane l has the address of its key, in
+// K (l < 16) or in V, and all lanes copy 16 bytes at a time.
 //
 // Copies arrive on a stage's barrier when they land; the computing warps then order their products after them
 // (fence.proxy.async).
 #pragma once
 #include "cursor.cuh"
+#include "hopper_layout.cuh"
 #include "loader.cuh"
 #include "rows.cuh"
 #include "wide_layout.cuh"
@@ -22,18 +24,22 @@ class WideLoader {
   static constexpr int kKeys = L::kTile / L::kLoaders;  // of a warp
   static constexpr int kChunks = L::kDim / 8;           // of 16 bytes, in a row
   static constexpr int kRowsAtOnce = 32 / kChunks;
+  static constexpr int kBoxBytes = kKeys * 128;  // of a slab
+  static_assert(kKeys == 1 << kWideBoxLog2, "a box is a warp's keys");
 
  public:
-  // Arrivals that fill a stage: every lane's copies, and each warp's tables.
-  static constexpr int kFullCount = 33 * L::kLoaders;
+  // Arrivals that fill a stage: one of each warp; its boxes and its lanes' copies are counted as they are asked for.
+  static constexpr int kFullCount = L::kLoaders;
 
-  __device__ __forceinline__ WideLoader(const RunParams& p, const ParamRef* params, char* smem, M& meta)
-      : p_(p), params_(params), smem_(smem), meta_(meta), lane_(threadIdx.x % 32) {
+  __device__ __forceinline__ WideLoader(const RunParams& p, const ParamRef* params, const KvMaps& maps, char* smem,
+                                        M& meta)
+      : p_(p), params_(params), maps_(maps), smem_(smem), meta_(meta), lane_(threadIdx.x % 32) {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
     stage_ = table_ = 0;
     phase_ = spare_phase_ = 1;
     const unsigned long long strides = p.q_stride_row | p.q_stride_head;
     q_vectors_ = !((reinterpret_cast<unsigned long long>(p.q) | strides * 2) & 15);
+    boxes_ = maps.box_log2 == kWideBoxLog2;
   }
 
   __device__ __forceinline__ void run(int worker) {
@@ -58,16 +64,17 @@ class WideLoader {
     }
     ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
     if (lane_ == 0) meta_.span[table_][warp_] = make_int4(0, 0, kWideOver, 0);
-    arrive();
+    arrive(0, false);
   }
 
  private:
-  // This warp's part of the stage is complete when its lanes' copies have landed. Its tables are written by now.
-  __device__ __forceinline__ void arrive() {
+  // This warp's part of the stage is complete when its boxes, of so many bytes, and its lanes' copies have landed. Its
+  // tables are written by now.
+  __device__ __forceinline__ void arrive(unsigned bytes, bool copies) {
     const unsigned barrier = ptx::smem_addr(&meta_.full[stage_]);
-    ptx::cp_async_mbar_arrive_noinc(barrier);
+    if (copies) ptx::cp_async_mbar_arrive(barrier);
     __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(barrier);
+    if (lane_ == 0) ptx::mbar_arrive_expect_tx(barrier, bytes);
     if (++stage_ == L::kStages) {
       stage_ = 0;
       phase_ ^= 1;
@@ -89,12 +96,17 @@ class WideLoader {
       const int now = tile;
       int pos, slot;
       place(now, pos, slot);
-      const PagedKv& mine = lane_ < kKeys ? p_.k : p_.v;
-      const char* at = mine.ptr;  // any address will do where nothing is read
-      if (slot >= 0) at += slot_offset(mine, static_cast<unsigned>(slot), head) * kBytes<Config::kv_type>;
-      const unsigned long long from = reinterpret_cast<unsigned long long>(at);
       const unsigned there = __ballot_sync(0xffffffffu, slot >= 0);
       int flags = there == 0xffffffffu ? kWideLive : 0;
+      const int begin = __shfl_sync(0xffffffffu, slot, 0);
+      const bool boxes = boxes_ && there == 0xffffffffu && in_boxes(slot, begin);
+      unsigned long long from = 0;
+      if (!boxes) {
+        const PagedKv& mine = lane_ < kKeys ? p_.k : p_.v;
+        const char* at = mine.ptr;  // any address will do where nothing is read
+        if (slot >= 0) at += slot_offset(mine, static_cast<unsigned>(slot), head) * kBytes<Config::kv_type>;
+        from = reinterpret_cast<unsigned long long>(at);
+      }
       if ((tile += L::kTile) >= stop) {
         flags |= kWideEndsLeaf;
         if (++leaf >= item.leaf_end) {
@@ -109,12 +121,16 @@ class WideLoader {
 #pragma unroll 1
       for (int values = 0; values < 2; ++values) {
         ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
+        if (boxes) {
+          load_boxes(values, begin, head);
+        } else {
+          copy(values ? p_.v : p_.k, from, there, values * kKeys);
+        }
         if (!values) tabulate(now, flags, pos, slot);
-        copy(values ? p_.v : p_.k, from, there, values * kKeys);
         // The rows are laid out while the first keys are on their way.
         if (!opened) open(item, head, first, rows);
+        arrive(boxes ? kBoxBytes * (L::kDim / 64) : 0, !boxes || !opened);
         opened = true;
-        arrive();
       }
       table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
     }
@@ -161,6 +177,30 @@ class WideLoader {
       if constexpr (L::kHooks) meta_.slot[table_][warp_ * kKeys + lane_] = max(slot, 0);
     }
     if (lane_ == 0) meta_.span[table_][warp_] = make_int4(low, high, flags, tile);
+  }
+
+  // Whether this warp's keys, all of which are there, lie side by side from slot `begin` on, in one page of K and of V.
+  __device__ __forceinline__ bool in_boxes(int slot, int begin) const {
+    unsigned page, token;
+    (lane_ < kKeys ? maps_.page_k : maps_.page_v).split(begin, page, token);
+    const unsigned size = (lane_ < kKeys ? maps_.page_k : maps_.page_v).divisor;
+    return __all_sync(0xffffffffu, slot == begin + lane_ % kKeys && token + kKeys <= size);
+  }
+
+  // This warp's rows of a stage from slot `begin` on.
+  __device__ __forceinline__ void load_boxes(bool values, int begin, int head) const {
+    unsigned page, token;
+    (values ? maps_.page_v : maps_.page_k).split(begin, page, token);
+    const unsigned to = ptx::smem_addr(smem_) + L::kOffsetStages + stage_ * L::kStageBytes + warp_ * kBoxBytes;
+    const TensorMap& map = values ? maps_.v : maps_.k;
+    const unsigned full = ptx::smem_addr(&meta_.full[stage_]);
+    if (ptx::elect_one()) {
+#pragma unroll
+      for (int c = 0; c < L::kDim / 64; ++c)
+        ptx::tma_load_4d(to + c * L::kSlabKv, &map, full, c * 64, static_cast<int>(token), head,
+                         static_cast<int>(page));
+    }
+    __syncwarp();
   }
 
   // This warp's rows of a stage; lane `lane` + i has the address of row i, and bit `lane` + i of `there` says whether
@@ -235,13 +275,14 @@ class WideLoader {
 
   const RunParams& p_;
   const ParamRef* params_;
+  const KvMaps& maps_;
   char* smem_;
   M& meta_;
   int lane_, warp_;
   int stage_, phase_;  // to fill next
   int table_;          // of the next tile
   int spare_phase_;
-  bool q_vectors_;
+  bool q_vectors_, boxes_;
   const PartDesc* part_;
   KvList list_;
   int live_end_;    // keys of the item that any of its rows has
