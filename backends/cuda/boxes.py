@@ -129,7 +129,8 @@ def encoded(box: int, wide: bool, call: Any, spec: Any) -> int:
     smallest. That one looks for keys side by side by itself, so it wants maps even where a plan's lists allow no boxes."""
     if not wide or box == SMALLEST:
         return box
-    return SMALLEST if on_lines(call, spec) else NO_BOXES
+    small = any(not is_linear(view) and view.page_size < 1 << SMALLEST for view in (call.k, call.v))
+    return SMALLEST if on_lines(call, spec) and not small else NO_BOXES
 
 
 def geometry(call: Any, box: int, spec: Any) -> list[tuple[int, list[int], list[int], list[int]]]:

@@ -39,6 +39,25 @@ assert [line.split()[2] for line in lines] == ["attnrt_wide", "attnrt_decode", "
 """)
 
 
+def test_where_nothing_is_wide_the_decode_kernel_merges(fake):
+    """Also within limits under which graphs hold the wide and the merge kernel."""
+    fake("""
+s = spec()
+attn = at.Attention(s, backend=cuda, limits=at.Limits(8, 32, 256, max_qo_len=3, max_parts=2, num_pages=64))
+q, kv, out, lse = arrays(s, 4)
+for lengths, kernels in (
+    (((2, 2), (900, 70)), ["attnrt_decode"]),
+    (((1, 3), (900, 70)), ["attnrt_decode", "attnrt_wide", "attnrt_merge"]),
+    (((2, 2), (70, 900)), ["attnrt_decode"]),
+):
+    plan = attn.plan(paged(*lengths))
+    assert len(plan.merge)
+    trace()
+    attn.run(q, kv, out=out, lse=lse)
+    assert [line.split()[2] for line in trace()] == kernels
+""")
+
+
 def test_a_program_is_compiled_when_a_plan_needs_it(fake):
     """Never inside a run; with limits, which may be captured, all that any plan within them needs, and ahead."""
     fake("""
@@ -70,6 +89,7 @@ hopper = ["attnrt_hopper_boxes_fold", "attnrt_hopper_gather_fold"]
 for limits, kernels in (
     (at.Limits(8, 32, 256), [hopper[0], "attnrt_wide", "attnrt_decode", hopper[1], "attnrt_merge"]),
     (at.Limits(8, 32, 256, max_qo_len=3), ["attnrt_wide", "attnrt_decode", "attnrt_merge"]),
+    (at.Limits(8, 32, 256, max_qo_len=3, max_parts=2), ["attnrt_decode", "attnrt_wide", "attnrt_merge"]),
     (at.Limits(8, 32, 256, max_qo_len=2), ["attnrt_decode"]),
     (at.Limits(8, 16, 256), ["attnrt_decode"]),
 ):

@@ -6,12 +6,14 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import attnrt as at
 from attnrt import testing
+from attnrt.backends.cuda import boxes
 from attnrt.backends.cuda.pack import has_items
 from attnrt.backends.cuda.tables import WIDE
 from attnrt.dtypes import as_dtype
@@ -76,6 +78,35 @@ def test_drafts(heads):
 @pytest.mark.parametrize("page_size", [1, 7, 16, 200])
 def test_pages(layout, page_size):
     both(spec(kv_layout=layout), ([5, 9], [200, 40]), page_size=page_size)
+
+
+@pytest.mark.parametrize("page_size", [16, 40])
+def test_boxes(page_size):
+    """Sixteen keys side by side come as boxes, others row by row: the same bits."""
+    s = spec(head_dim=128)
+    case = testing.make_case(s, [5, 9], [300, 90], seed=3)
+    batch = testing.lay_out(case, page_size=page_size)
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv, **batch.params)
+    results = []
+    for by_boxes in (True, False):
+        results.append(testing.run_batch(case, batch, EmulatedHopper(boxes=by_boxes), device="cpu"))
+        testing.compare(s, answer, results[-1].out, results[-1].lse)
+    testing.same(*results, "boxes and rows")
+
+
+def test_which_maps_a_run_brings():
+    """Those of 16 tokens where the wide kernel reads them, whatever the Hopper kernel could have."""
+    view = SimpleNamespace(
+        ptr=1 << 20, num_pages=9, page_size=16, stride_page=16 * 128, stride_token=128, stride_head=64
+    )
+    s = spec(num_qo_heads=4, num_kv_heads=2)
+    call = SimpleNamespace(k=view, v=view)
+    assert boxes.encoded(boxes.NO_BOXES, True, call, s) == boxes.SMALLEST
+    assert boxes.encoded(7, True, call, s) == boxes.SMALLEST and boxes.encoded(7, False, call, s) == 7
+    assert boxes.encoded(boxes.NO_BOXES, False, call, s) == boxes.NO_BOXES
+    for change in ({"ptr": (1 << 20) + 8}, {"stride_head": 68}, {"stride_token": 0}, {"num_pages": 0}):
+        other = SimpleNamespace(**{**vars(view), **change})
+        assert boxes.encoded(5, True, SimpleNamespace(k=view, v=other), s) == boxes.NO_BOXES
 
 
 @pytest.mark.parametrize("workers", [1, 3, 6])
