@@ -45,49 +45,75 @@ class Wide {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   }
 
-  // Tile by tile, pass by pass, until the loaders say that it was the last one.
+  // Tile by tile, pass by pass, until the loaders say that it was the last one. The tensor cores multiply the weights of
+  // a tile with V while the softmax of the next one runs; at the end of a leaf they have caught up.
   __device__ __forceinline__ void run() {
-    stage_ = phase_ = table_ = 0;
+    pair_ = phase_ = table_ = 0;
     float o[kO];
 #pragma unroll
     for (int i = 0; i < kO; ++i) o[i] = 0.0f;
     Sums total;
     unsigned q[L::kDim / 16][4];
     float m[2] = {neg_inf(), neg_inf()}, l[2][kSixteens] = {};
+    float s[kS];
+    unsigned w[kS / 2];
     int leaf = 0;
-    bool add = false, fresh = true;  // O holds something of this leaf; Q is still to be read
+    bool add = false, fresh = true;  // a tile of this leaf is still to be multiplied with V; Q is still to be read
 #pragma unroll 1
     for (;;) {
-      wait_full();
+      wait_full(pair_, phase_, kKeys);
       const int flags = meta_.span[table_][0].z;
       if (flags & kWideOver) return;
-      const bool idle = group_ * 64 >= meta_.pass.rows;
+      const bool idle = group_ * 64 >= meta_.pass.rows;  // no rows of this pass are this warpgroup's
       if (fresh) load_q(q);
       fresh = false;
-      if (idle) {  // no rows of this pass are this warpgroup's
-        release();
-        wait_full();
-        release();
+      if (idle) {
+        release(pair_, kKeys);
+        wait_full(pair_, phase_, kValues);
+        release(pair_, kValues);
       } else {
-        float s[kS];
-        unsigned w[kS / 2];
         multiply_scores(s, q);
-        release();
-        if (whole()) {
-          weights<true>(s, w, o, m, l, add);
+        const bool all = whole();
+        if (add) {
+          multiply_values(o, w, before_, before_phase_);
+          ptx::wgmma_wait<1>();
         } else {
-          weights<false>(s, w, o, m, l, add);
+          ptx::wgmma_wait<0>();
         }
-        wait_full();
-        multiply_values(o, w);
-        release();
+        ptx::wgmma_pin(s);
+        release(pair_, kKeys);
+        float shrink[2] = {1.0f, 1.0f};
+        weights(s, m, l, shrink, all);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(o);
+        if (add) release(before_, kValues);
+#pragma unroll
+        for (int i = 0; i < kS / 2; ++i) w[i] = ptx::pack2<kH>(s[2 * i], s[2 * i + 1]);
+        if (!add || !__all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) {
+#pragma unroll
+          for (int i = 0; i < kO; ++i) o[i] = add ? o[i] * shrink[i / 2 % 2] : 0.0f;
+        }
+        if (flags & kWideEndsLeaf) {
+          multiply_values(o, w, pair_, phase_);
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_pin(o);
+          release(pair_, kValues);
+        }
       }
-      add = true;
-      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
-      if (!(flags & kWideEndsLeaf)) continue;
+      before_ = pair_;
+      before_phase_ = phase_;
+      if (++pair_ == L::kStages / 2) {
+        pair_ = 0;
+        phase_ ^= 1;
+      }
+      add = !(flags & kWideEndsLeaf);
+      if (add) {
+        table_ = next_table();
+        continue;
+      }
       const bool ends = flags & kWideEndsPass;
       if (!idle) close(total, m, l, o, leaf, ends);
-      add = false;
+      table_ = next_table();
       ++leaf;
       if (!ends) continue;
       leaf = 0;
@@ -98,20 +124,20 @@ class Wide {
   }
 
  private:
+  // Stages go in pairs, the K and the V of a tile.
+  static constexpr int kKeys = 0, kValues = 1;
+  __device__ __forceinline__ int next_table() const { return table_ + 1 == L::kTiles ? 0 : table_ + 1; }
+
   // A stage's bytes are there, for the tensor cores too.
-  __device__ __forceinline__ void wait_full() const {
-    ptx::mbar_wait(ptx::smem_addr(&meta_.full[stage_]), phase_);
+  __device__ __forceinline__ void wait_full(int pair, int phase, int which) const {
+    ptx::mbar_wait(ptx::smem_addr(&meta_.full[2 * pair + which]), phase);
     ptx::fence_proxy_async();
   }
 
   // This warp has read the stage.
-  __device__ __forceinline__ void release() {
+  __device__ __forceinline__ void release(int pair, int which) const {
     __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.empty[stage_]));
-    if (++stage_ == L::kStages) {
-      stage_ = 0;
-      phase_ ^= 1;
-    }
+    if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.empty[2 * pair + which]));
   }
 
   // Q of this warp's rows as operands of the products.
@@ -128,19 +154,22 @@ class Wide {
   // Of the warps that compute.
   __device__ __forceinline__ static void sync() { ptx::bar_sync(1, 128 * L::kGroups); }
 
+  // Scores of the tile at hand, as a group of its own.
   __device__ __forceinline__ void multiply_scores(float (&s)[kS], const unsigned (&q)[L::kDim / 16][4]) const {
-    const unsigned long long k = ptx::desc_sw128(base_ + L::kOffsetStages + stage_ * L::kStageBytes, 0, 1024);
+    const unsigned long long k = ptx::desc_sw128(base_ + L::kOffsetStages + 2 * pair_ * L::kStageBytes, 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < L::kDim / 16; ++i)
       ptx::Wgmma<kH, L::kTile>::template rs<0>(s, q[i], ptx::desc_add(k, i / 4 * L::kSlabKv + i % 4 * 32), i > 0);
     ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_pin(s);
   }
 
-  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2]) const {
-    const unsigned long long v = ptx::desc_sw128(base_ + L::kOffsetStages + stage_ * L::kStageBytes, L::kSlabKv, 1024);
+  // Adds weights times the V of a pair of stages, as a group of its own.
+  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2], int pair,
+                                                  int phase) const {
+    wait_full(pair, phase, kValues);
+    const unsigned long long v =
+        ptx::desc_sw128(base_ + L::kOffsetStages + (2 * pair + 1) * L::kStageBytes, L::kSlabKv, 1024);
     ptx::wgmma_pin(o);
     ptx::wgmma_fence();
 #pragma unroll
@@ -149,8 +178,6 @@ class Wide {
       ptx::Wgmma<kH, L::kDim>::template rs<1>(o, a, ptx::desc_add(v, i * 2048), 1);
     }
     ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_pin(o);
   }
 
   // ------------------------------------------------------------------ rows
@@ -174,12 +201,11 @@ class Wide {
            high <= rows.high_min && meta_.span[table_][0].w + L::kTile <= rows.limit_min;
   }
 
-  // Scale, variant, mask; the result is a base-2 logit (-inf: unseen), or a weight (0: unseen) without a softmax.
-  template <bool kWhole>
-  __device__ __forceinline__ void logits(float (&s)[kS]) const {
+  // Scale, variant, mask (`all`: nothing is hidden); the result is a base-2 logit (-inf: unseen), or a weight (0: unseen)
+  // without a softmax.
+  __device__ __forceinline__ void logits(float (&s)[kS], bool all) const {
     const Rows& rows = this->rows();
     const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
-    const unsigned seen = kWhole ? 0xffffffffu : seen_bits(rows, meta_.span[table_][0].w);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Ctx c;
@@ -202,10 +228,13 @@ class Wide {
           // between.
           x = Variant::has_logits ? Variant::logits(params_, row, c, x * scale) : __fmul_rn(x, scale);
           if constexpr (Variant::has_logits && Variant::use_softmax) x = __fmul_rn(x, kLog2e);
-          if constexpr (!kWhole) {
-            if (!(seen >> i & 1)) x = Variant::use_softmax ? neg_inf() : 0.0f;
-          }
         }
+    }
+    if (all) return;
+    const unsigned seen = seen_bits(rows, meta_.span[table_][0].w);
+#pragma unroll
+    for (int i = 0; i < kS; ++i) {
+      if (!(seen >> i & 1)) s[i] = Variant::use_softmax ? neg_inf() : 0.0f;
     }
   }
 
@@ -236,12 +265,10 @@ class Wide {
   }
 
   // ------------------------------------------------------------------ softmax
-  // From scores to P as 16-bit operands under the new running maximum, to which l and O are brought.
-  template <bool kWhole>
-  __device__ __forceinline__ void weights(float (&s)[kS], unsigned (&w)[kS / 2], float (&o)[kO], float (&m)[2],
-                                          float (&l)[2][kSixteens], bool add) const {
-    logits<kWhole>(s);
-    float shrink[2] = {1.0f, 1.0f};
+  // From scores to weights under the new running maximum, to which l is brought; O is to be multiplied with `shrink`.
+  __device__ __forceinline__ void weights(float (&s)[kS], float (&m)[2], float (&l)[2][kSixteens], float (&shrink)[2],
+                                          bool all) const {
+    logits(s, all);
     if constexpr (Variant::use_softmax) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -272,11 +299,6 @@ class Wide {
     } else {
       m[0] = m[1] = 0.0f;
     }
-#pragma unroll
-    for (int i = 0; i < kS / 2; ++i) w[i] = ptx::pack2<kH>(s[2 * i], s[2 * i + 1]);
-    if (add && __all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) return;
-#pragma unroll
-    for (int i = 0; i < kO; ++i) o[i] = add ? o[i] * shrink[i / 2 % 2] : 0.0f;
   }
 
   // ------------------------------------------------------------------ the end of a leaf
@@ -303,70 +325,86 @@ class Wide {
       sum.l[half] = all;
       m[half] = neg_inf();
     }
-    if (!pass.fold || (leaf == 0 && ends)) return emit(pass, leaf, ends, sum, [&](int i) { return o[i]; });
-    // Number i of this thread's folded accumulator: registers hold O, Q and the scores already.
-    float* const memory = reinterpret_cast<float*>(smem_) + threadIdx.x - 128;
-    constexpr int kStep = 128 * L::kGroups;
+    // The accumulators of a leaf that is to be folded or written lie in this thread's memory, four by four: registers
+    // hold O, Q and the scores already, and rolled loops can write what lies there. A leaf of which a row sees nothing
+    // counts as -0, which changes no sum by a bit (a * 1 + -0 * 0 is a): a choice for each number would be a branch.
+    const bool first = !pass.fold || leaf == 0;
+    Fold f[2];
+    bool empty[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Fold f = {sum.m[half], sum.l[half], 0.0f, 1.0f, 2};
-      if (leaf > 0) f = fold_head<Variant::use_softmax>(total.m[half], total.l[half], sum.m[half], sum.l[half]);
-      total.m[half] = f.m;
-      total.l[half] = f.l;
-#pragma unroll
-      for (int i = 2 * half; i < kO; i += 4)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          memory[(i + e) * kStep] = leaf > 0 ? fold_acc(f, memory[(i + e) * kStep], o[i + e]) : o[i + e];
+      f[half] = {sum.m[half], sum.l[half], 0.0f, 1.0f, 2};
+      if (!first) f[half] = fold_head<Variant::use_softmax>(total.m[half], total.l[half], sum.m[half], sum.l[half]);
+      total.m[half] = f[half].m;
+      total.l[half] = f[half].l;
+      empty[half] = sum.m[half] == neg_inf();
     }
-    if (ends) emit(pass, 0, ends, total, [&](int i) { return memory[i * kStep]; });
-  }
-
-  // What becomes of a state whose accumulator get(0), get(1), ... are.
-  template <class Get>
-  __device__ __forceinline__ void emit(const WidePass& pass, int leaf, bool ends, const Sums& sum, Get&& get) const {
+#pragma unroll
+    for (int j = 0; j < kO / 4; ++j) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = empty[i / 2] ? -0.0f : o[4 * j + i];
+      if (!first) {
+        const float4 before = folded(j);
+        const float a[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          x[i] = __fadd_rn(__fmul_rn(a[i], f[i / 2].scale_a), __fmul_rn(x[i], f[i / 2].scale_b));
+      }
+      folded(j) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+    if (pass.fold && !ends) return;
     if (pass.slot >= 0) {
-      store_state(pass, pass.fold ? 0 : leaf, sum, get);
+      store_state(pass, pass.fold ? 0 : leaf, total);
     } else if (ends) {
-      finish(pass, sum, get);
+      finish(pass, total);
     }
   }
 
-  template <class Get>
-  __device__ __forceinline__ void store_state(const WidePass& pass, int leaf, const Sums& sum, Get&& get) const {
+  // Columns 8j + 2t and the next of row g, then of row g + 8.
+  __device__ __forceinline__ float4& folded(int j) const {
+    return reinterpret_cast<float4*>(smem_)[j * 128 * L::kGroups + threadIdx.x - 128];
+  }
+
+  __device__ __forceinline__ void store_state(const WidePass& pass, int leaf, const Sums& sum) const {
+    float* to[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row_of(half), query = (pass.first + r) / Config::group;
+      to[half] = nullptr;
       if (query >= pass.queries) continue;
       const long long at =
           (static_cast<long long>(pass.slot) + leaf * pass.queries + query) * p_.num_qo_heads + rows().qo_head[r % 32];
       if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(sum.m[half], sum.l[half]);
-      float* to = p_.plan->partial_acc + at * L::kDim + lane_ % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < L::kDim / 8; ++j)
-        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(get(4 * j + 2 * half), get(4 * j + 2 * half + 1));
+      to[half] = p_.plan->partial_acc + at * L::kDim + lane_ % 4 * 2;
+    }
+#pragma unroll 4
+    for (int j = 0; j < kO / 4; ++j) {
+      const float4 x = folded(j);
+      if (to[0]) *reinterpret_cast<float2*>(to[0] + 8 * j) = make_float2(x.x, x.y);
+      if (to[1]) *reinterpret_cast<float2*>(to[1] + 8 * j) = make_float2(x.z, x.w);
     }
   }
 
-  template <class Get>
-  __device__ __forceinline__ void finish(const WidePass& pass, const Sums& sum, Get&& get) const {
+  __device__ __forceinline__ void finish(const WidePass& pass, const Sums& sum) const {
     typedef typename Bits<Config::out_type>::type Element;
     const Rows& rows = this->rows();
-#pragma unroll
+#pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const int r = row_of(half) % 32;
       if (rows.qo_row[r] < 0) continue;
       const Ctx c = row_ctx<Config, Variant>(p_, rows, r, pass.head);
-      const FinishRow row = finish_head<Variant>(params_, c, sum.m[half], sum.l[half]);
+      const FinishRow row =
+          finish_head<Variant>(params_, c, half ? sum.m[1] : sum.m[0], half ? sum.l[1] : sum.l[0]);
       if (lane_ % 4 == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
-      Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, 0));
-#pragma unroll
-      for (int j = 0; j < L::kDim / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int col = 8 * j + lane_ % 4 * 2 + e;
-          to[col] = finish_value<Config, Variant>(params_, c, row, col, get(4 * j + 2 * half + e));
-        }
+      Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, 0)) + lane_ % 4 * 2;
+#pragma unroll 4
+      for (int j = 0; j < kO / 4; ++j) {
+        const float4 x = folded(j);
+        const int col = 8 * j + lane_ % 4 * 2;
+        to[8 * j] = finish_value<Config, Variant>(params_, c, row, col, half ? x.z : x.x);
+        to[8 * j + 1] = finish_value<Config, Variant>(params_, c, row, col + 1, half ? x.w : x.y);
+      }
     }
   }
 
@@ -376,7 +414,8 @@ class Wide {
   const unsigned base_;
   M& meta_;
   int lane_, group_, warp_;
-  int stage_, phase_, table_;  // at hand
+  int pair_, phase_, table_;   // at hand
+  int before_, before_phase_;  // the pair before, whose V may still be wanted
 };
 
 // The kernel: initialises barriers, gives registers to those that compute, starts the roles.
@@ -401,10 +440,10 @@ __device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* 
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    ptx::reg_dealloc<64>();
+    ptx::reg_dealloc<72>();
     Loader(p, params, maps, smem, meta).run(worker);
   } else {
-    ptx::reg_alloc<192>();
+    ptx::reg_alloc<184>();
     Wide<Config, Variant>(p, params, smem).run();
   }
 }
