@@ -440,10 +440,10 @@ __device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* 
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    ptx::reg_dealloc<72>();
+    ptx::reg_dealloc<64>();
     Loader(p, params, maps, smem, meta).run(worker);
   } else {
-    ptx::reg_alloc<184>();
+    ptx::reg_alloc<192>();
     Wide<Config, Variant>(p, params, smem).run();
   }
 }

@@ -5,6 +5,7 @@
 // Two CTAs share an SM. Operands lie as wgmma wants them: slabs of 64 elements, a row of a slab is 128 bytes under the
 // 128-byte swizzle, [slab][row][64].
 #pragma once
+#include "cursor.cuh"
 #include "hopper_ptx.cuh"
 #include "layout.cuh"
 
@@ -63,6 +64,8 @@ struct WideMeta {
   unsigned long long full[L::kStages], empty[L::kStages];  // barriers
   unsigned long long spare;                                // the pass's rows are done with
   WorkItem item[L::kLoaders];                              // at hand in each loading warp
+  KvList list[L::kLoaders];                                // and its keys under the head at hand
+  int live_end[L::kLoaders];                               // those of the item that any of its rows has
   int4 span[L::kTiles][L::kLoaders];  // least and largest position of the live keys, flags, offset of the tile
   WidePass pass;
   WideRows<Variant> rows[L::kRows / 32];

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loading warps of the wide kernel. All four walk the worker's items (heads, passes over the rows, leaves, tiles)
 // and fill every stage together, 16 keys each; before the first tile of a pass two of them lay out 32 of its rows each,
-// and their Q. Lane l finds the slot of key l % 16 of its warp's keys one tile ahead. Where the sixteen lie side by side
-// in one page, an elected lane asks for them as boxes of a tensor map (TMA); else lane l has the address of its key, in
-// K (l < 16) or in V, and all lanes copy 16 bytes at a time.
+// and their Q. Where lists are of blocks of 16 tokens or a multiple, lanes find the slots of 32 runs of 16 keys at once,
+// and an elected lane asks for a run as boxes of a tensor map (TMA). Tiles in which a key is missing, and other lists: lane
+// l finds the address of key l % 16 of its warp's keys, in K (l < 16) or in V, and all lanes copy 16 bytes at a time.
 //
 // Copies arrive on a stage's barrier when they land; the computing warps then order their products after them
 // (fence.proxy.async).
@@ -25,6 +25,7 @@ class WideLoader {
   static constexpr int kChunks = L::kDim / 8;           // of 16 bytes, in a row
   static constexpr int kRowsAtOnce = 32 / kChunks;
   static constexpr int kBoxBytes = kKeys * 128;  // of a slab
+  static constexpr int kWindow = 32 * kKeys, kNoWindow = -0x7fffffff;
   static_assert(kKeys == 1 << kWideBoxLog2, "a box is a warp's keys");
 
  public:
@@ -39,7 +40,6 @@ class WideLoader {
     phase_ = spare_phase_ = 1;
     const unsigned long long strides = p.q_stride_row | p.q_stride_head;
     q_vectors_ = !((reinterpret_cast<unsigned long long>(p.q) | strides * 2) & 15);
-    boxes_ = maps.box_log2 == kWideBoxLog2;
   }
 
   __device__ __forceinline__ void run(int worker) {
@@ -51,12 +51,10 @@ class WideLoader {
       constexpr int kFields = sizeof(WorkItem) / sizeof(int);
       if (lane_ < kFields) reinterpret_cast<int*>(&item)[lane_] = reinterpret_cast<const int*>(plan.work + i)[lane_];
       __syncwarp();
-      part_ = plan.parts + item.part;
       const int rows = (item.q_end - item.q_begin) * Config::group;
 #pragma unroll 1
       for (int head = item.head_begin; head < item.head_end; ++head) {
-        list_.open(*part_, item.row, head);
-        live_end_ = min(item.kv_end, bound_limit(p_, item, *part_));
+        open_list(item, head);
 #pragma unroll 1
         for (int first = 0; first < rows; first += L::kRows) pass(item, head, first, rows - first);
       }
@@ -68,6 +66,26 @@ class WideLoader {
   }
 
  private:
+  __device__ __forceinline__ const PartDesc& part() const { return p_.plan->parts[meta_.item[warp_].part]; }
+  __device__ __forceinline__ const KvList& list() const { return meta_.list[warp_]; }
+
+  // The list of the item's keys under a head.
+  __device__ __forceinline__ void open_list(const WorkItem& item, int head) {
+    const PartDesc& part = this->part();
+    KvList list;
+    list.open(part, item.row, head);
+    const int limit = bound_limit(p_, item, part);
+    __syncwarp();
+    if (lane_ == 0) {
+      meta_.list[warp_] = list;
+      meta_.live_end[warp_] = min(item.kv_end, limit);
+    }
+    __syncwarp();
+    const bool listed = list.indices && !list.block_pos && !(part.block.divisor & (kKeys - 1));
+    runs_ = maps_.box_log2 == kWideBoxLog2 && listed && !(list.offset & (kKeys - 1));
+    window_ = kNoWindow;
+  }
+
   // This warp's part of the stage is complete when its boxes, of so many bytes, and its lanes' copies have landed. Its
   // tables are written by now.
   __device__ __forceinline__ void arrive(unsigned bytes, bool copies) {
@@ -89,24 +107,26 @@ class WideLoader {
     const int start = ruler.start(leaf);
     int tile = any ? first_tile<L::kTile>(start, item.kv_begin) : start;
     int stop = any ? min(ruler.start(leaf + 1), item.kv_end) : start;
-    look_up(item, tile);
     bool more = true, opened = false;
 #pragma unroll 1
     while (more) {
       const int now = tile;
-      int pos, slot;
-      place(now, pos, slot);
-      const unsigned there = __ballot_sync(0xffffffffu, slot >= 0);
-      int flags = there == 0xffffffffu ? kWideLive : 0;
-      const int begin = __shfl_sync(0xffffffffu, slot, 0);
-      const bool boxes = boxes_ && there == 0xffffffffu && in_boxes(slot, begin);
+      const bool dense = runs_ && now >= item.kv_begin && now + L::kTile <= meta_.live_end[warp_] && in_runs(now);
+      int pos = kDeadKey, slot = -1;
       unsigned long long from = 0;
-      if (!boxes) {
+      unsigned there = 0xffffffffu;
+      if (dense) {
+        slot = __shfl_sync(0xffffffffu, run_slot_, (now - window_) / kKeys + warp_);
+        pos = list().pos + now + warp_ * kKeys - list().offset;
+      } else {
+        find(item, now, pos, slot);
+        there = __ballot_sync(0xffffffffu, slot >= 0);
         const PagedKv& mine = lane_ < kKeys ? p_.k : p_.v;
         const char* at = mine.ptr;  // any address will do where nothing is read
         if (slot >= 0) at += slot_offset(mine, static_cast<unsigned>(slot), head) * kBytes<Config::kv_type>;
         from = reinterpret_cast<unsigned long long>(at);
       }
+      int flags = there == 0xffffffffu ? kWideLive : 0;
       if ((tile += L::kTile) >= stop) {
         flags |= kWideEndsLeaf;
         if (++leaf >= item.leaf_end) {
@@ -117,19 +137,18 @@ class WideLoader {
           stop = min(ruler.start(leaf + 1), item.kv_end);
         }
       }
-      if (more) look_up(item, tile);
 #pragma unroll 1
       for (int values = 0; values < 2; ++values) {
         ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
-        if (boxes) {
-          load_boxes(values, begin, head);
+        if (dense) {
+          load_boxes(values, slot, head);
         } else {
           copy(values ? p_.v : p_.k, from, there, values * kKeys);
         }
-        if (!values) tabulate(now, flags, pos, slot);
+        if (!values) tabulate(now, flags, dense, pos, slot);
         // The rows are laid out while the first keys are on their way.
         if (!opened) open(item, head, first, rows);
-        arrive(boxes ? kBoxBytes * (L::kDim / 64) : 0, !boxes || !opened);
+        arrive(dense ? kBoxBytes * (L::kDim / 64) : 0, !dense || !opened);
         opened = true;
       }
       table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
@@ -137,54 +156,71 @@ class WideLoader {
     spare_phase_ ^= 1;
   }
 
-  // Reads the block id of this lane's key in a tile (-1: no key). Nothing depends on it before place().
-  __device__ __forceinline__ void look_up(const WorkItem& item, int tile) {
-    const int offset = tile + warp_ * kKeys + lane_ % kKeys;
-    id_ = -1;
-    if (offset < item.kv_begin || offset >= live_end_) return;
-    token_ = offset - list_.offset;
-    id_ = 0;
-    if (!list_.indices) return;
+  // Id of the block that holds the key at an offset of the request (-1: not listed), and the key's place in it.
+  __device__ __forceinline__ int block_of(int offset, int& token) const {
     unsigned block, rest;
-    part_->block.split(token_, block, rest);
-    token_ = static_cast<int>(rest);
-    id_ = static_cast<int>(block) < list_.entries ? list_.indices[block] : -1;
+    part().block.split(offset - list().offset, block, rest);
+    token = static_cast<int>(rest);
+    return static_cast<int>(block) < list().entries ? list().indices[block] : -1;
   }
 
-  // Slot (-1: no key) and position of this lane's key.
-  __device__ __forceinline__ void place(int tile, int& pos, int& slot) const {
-    pos = kDeadKey;
-    slot = -1;
-    if (id_ < 0) return;
-    const long long base = list_.indices ? 0 : list_.base;
-    const long long at = static_cast<long long>(id_) * part_->block.divisor + base + token_;
+  // Whether a tile of live keys is four runs, each in one page of K and of V; lanes have the slots of the 32 runs from
+  // offset `window_` on. The ids behind those are asked for when these are looked at.
+  __device__ __forceinline__ bool in_runs(int tile) {
+    if (tile < window_ || tile >= window_ + kWindow) {
+      const FastDiv& block = part().block;
+      int token, id = after_id_;
+      if (tile != window_ + kWindow) id = block_of(tile + lane_ * kKeys, token);
+      window_ = tile;
+      const int after = tile + kWindow;
+      if (after < meta_.live_end[warp_]) after_id_ = block_of(after + lane_ * kKeys, token);
+      unsigned number, rest, of_k, of_v;
+      block.split(tile + lane_ * kKeys - list().offset, number, rest);
+      const long long slot = static_cast<long long>(id) * block.divisor + rest;
+      run_slot_ = static_cast<int>(slot);
+      maps_.page_k.split(run_slot_, number, of_k);
+      maps_.page_v.split(run_slot_, number, of_v);
+      const bool good = id >= 0 && slot + kKeys <= p_.k.num_slots && of_k + kKeys <= maps_.page_k.divisor &&
+                        of_v + kKeys <= maps_.page_v.divisor;
+      good_ = __ballot_sync(0xffffffffu, good);
+    }
+    return (good_ >> (tile - window_) / kKeys & 15) == 15;
+  }
+
+  // Slot (-1: no key) and position of this lane's key in a tile.
+  __device__ __forceinline__ void find(const WorkItem& item, int tile, int& pos, int& slot) const {
+    const int offset = tile + warp_ * kKeys + lane_ % kKeys, entry = offset - list().offset;
+    if (offset < item.kv_begin || offset >= meta_.live_end[warp_]) return;
+    int token = entry, id = 0;
+    if (list().indices) id = block_of(offset, token);
+    if (id < 0) return;
+    const long long base = list().indices ? 0 : list().base;
+    const long long at = static_cast<long long>(id) * part().block.divisor + base + token;
     if (static_cast<unsigned long long>(at) >= static_cast<unsigned long long>(p_.k.num_slots)) return;
     slot = static_cast<int>(at);
-    const int entry = tile + warp_ * kKeys + lane_ % kKeys - list_.offset;
-    pos = list_.pos + entry;
-    if (list_.block_pos) {
-      unsigned block, token;
-      part_->block.split(entry, block, token);
-      pos = list_.block_pos[block] + static_cast<int>(token);
+    pos = list().pos + entry;
+    if (list().block_pos) {
+      unsigned block, rest;
+      part().block.split(entry, block, rest);
+      pos = list().block_pos[block] + static_cast<int>(rest);
     }
   }
 
-  __device__ __forceinline__ void tabulate(int tile, int flags, int pos, int slot) {
-    const int low = __reduce_min_sync(0xffffffffu, slot >= 0 ? pos : 0x7fffffff);
-    const int high = __reduce_max_sync(0xffffffffu, pos);
+  // Tables of this warp's keys; `dense`: sixteen in a row, of which pos and slot are the first one's.
+  __device__ __forceinline__ void tabulate(int tile, int flags, bool dense, int pos, int slot) {
+    int low = pos, high = pos + kKeys - 1;
+    if (dense) {
+      pos += lane_;
+      slot += lane_;
+    } else {
+      low = __reduce_min_sync(0xffffffffu, slot >= 0 ? pos : 0x7fffffff);
+      high = __reduce_max_sync(0xffffffffu, pos);
+    }
     if (lane_ < kKeys) {
       meta_.pos[table_][warp_ * kKeys + lane_] = pos;
       if constexpr (L::kHooks) meta_.slot[table_][warp_ * kKeys + lane_] = max(slot, 0);
     }
     if (lane_ == 0) meta_.span[table_][warp_] = make_int4(low, high, flags, tile);
-  }
-
-  // Whether this warp's keys, all of which are there, lie side by side from slot `begin` on, in one page of K and of V.
-  __device__ __forceinline__ bool in_boxes(int slot, int begin) const {
-    unsigned page, token;
-    (lane_ < kKeys ? maps_.page_k : maps_.page_v).split(begin, page, token);
-    const unsigned size = (lane_ < kKeys ? maps_.page_k : maps_.page_v).divisor;
-    return __all_sync(0xffffffffu, slot == begin + lane_ % kKeys && token + kKeys <= size);
   }
 
   // This warp's rows of a stage from slot `begin` on.
@@ -211,7 +247,7 @@ class WideLoader {
       const int sub = lane_ / kChunks, chunk = lane_ % kChunks;
       const unsigned to = ptx::smem_addr(stage) + L::template place_of<L::kSlabKv>(warp_ * kKeys + sub, chunk);
       const unsigned live = there >> (lane + sub);
-#pragma unroll
+#pragma unroll 4
       for (int i = 0; i < kKeys; i += kRowsAtOnce) {
         const unsigned long long src = __shfl_sync(0xffffffffu, from, lane + i + sub) + chunk * 16;
         // Rows i and sub share no bit: the swizzle of i is an XOR.
@@ -235,8 +271,8 @@ class WideLoader {
     if (warp_ * 32 >= L::kRows) return;
     WideRows<Variant>& rows = meta_.rows[warp_];
     ptx::mbar_wait(ptx::smem_addr(&meta_.spare), spare_phase_);
-    fill_rows<Config, Variant>(p_, *p_.plan, params_, item, *part_, head, first + warp_ * 32, rows,
-                               [&](int query) { return query_row(*part_, query); });
+    fill_rows<Config, Variant>(p_, *p_.plan, params_, item, part(), head, first + warp_ * 32, rows,
+                               [&](int query) { return query_row(part(), query); });
     if (lane_ == 0 && warp_ == 0) {
       WidePass& pass = meta_.pass;
       pass.head = head;
@@ -250,7 +286,7 @@ class WideLoader {
     __syncwarp();
     char* q = smem_;
     if (q_vectors_) {
-#pragma unroll 4
+#pragma unroll 2
       for (int i = lane_; i < 32 * kChunks; i += 32) {
         const int r = i / kChunks, chunk = i % kChunks, row = rows.qo_row[r];
         ptx::cp_async16(ptx::smem_addr(q) + L::template place_of<L::kSlabQ>(warp_ * 32 + r, chunk),
@@ -282,11 +318,12 @@ class WideLoader {
   int stage_, phase_;  // to fill next
   int table_;          // of the next tile
   int spare_phase_;
-  bool q_vectors_, boxes_;
-  const PartDesc* part_;
-  KvList list_;
-  int live_end_;    // keys of the item that any of its rows has
-  int id_, token_;  // block of this lane's key in the tile to come, and the key's place in it
+  bool q_vectors_;
+  bool runs_;      // of 16 keys: the list is of blocks of so many or a multiple
+  int window_;     // offset of the first of 32 runs, or kNoWindow
+  int run_slot_;   // first slot of this lane's run
+  unsigned good_;  // which of the runs lie in one page of K and one of V
+  int after_id_;   // block of this lane's run in the next window
 };
 
 }  // namespace attnrt
