@@ -24,7 +24,7 @@ from attnrt.errors import UnsupportedError
 from attnrt.formats.base import BlockSparse
 from attnrt.scheduler.base import Ruler, Traits
 
-__all__ = ["Aligned", "Gaps", "Lists", "align"]
+__all__ = ["Aligned", "Gaps", "Lists", "align", "leaf_ends"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,7 +144,7 @@ def _lists(parts: tuple[BlockSparse, ...], req_class: np.ndarray, units: int) ->
     return Lists(units=units, qo_rows=order, begin=begin, place=place, row=row, part=by_offset, lo=lo, hi=hi)
 
 
-def _leaf_ends(ruler: Ruler, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def leaf_ends(ruler: Ruler, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """First key of the leaf that holds each offset, and of the leaf behind it."""
     sizes = np.asarray([size for count, size in ruler.steps if count] + [ruler.tail], np.int64)
     starts = np.concatenate(([0], np.cumsum([count * size for count, size in ruler.steps if count]))).astype(
@@ -170,7 +170,7 @@ def _gaps(lists: Lists, parts: tuple[BlockSparse, ...], req_class: np.ndarray, t
         cut = lists.lo[:, c]
         for k in np.unique(klass):
             at = np.flatnonzero((klass == k) & (lists.lo[:, c] < lists.hi[:, c]))
-            begin, end = _leaf_ends(traits.classes[int(k)].ruler, cut[at])
+            begin, end = leaf_ends(traits.classes[int(k)].ruler, cut[at])
             inside = begin < cut[at]
             at, begin, end = at[inside], begin[inside], end[inside]
             last = found[at] - 1

@@ -15,6 +15,7 @@ from attnrt.scheduler.plan_native import MODES, Facts, can_plan, plan_native
 from attnrt.scheduler.plan_python import plan_python
 from attnrt.scheduler.price import sharing_pays
 from attnrt.scheduler.problem import Problem, classes_of
+from attnrt.scheduler.recut import recut
 from attnrt.scheduler.values import twin
 
 if TYPE_CHECKING:
@@ -91,13 +92,14 @@ def make_plan(
     facts = facts_of(spec)
     parts, limits = index.parts, _NO_LIMITS
     if len(parts) > 1:
+        flat = getattr(index, "flat", None)
+        parts = recut(parts, flat, traits, facts.group)
         aligned = align_native(parts, facts, traits, num_rows) if can_plan(traits) else None
         if aligned is None:
             aligned = align(
                 parts, classes_of(index.requests, traits, facts.group), traits, facts.num_kv_heads
             )
         parts, limits = aligned.parts, aligned.limits
-        flat = getattr(index, "flat", None)
         if flat is not None and not sharing_pays(flat, parts, facts, traits):
             parts, limits = (flat,), _NO_LIMITS
     if scheduler.__class__ is str and scheduler in MODES and can_plan(traits):

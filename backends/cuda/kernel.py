@@ -140,7 +140,18 @@ class Repeat:
     """
 
     __slots__ = (
-        *("_any_team", "_args", "_box", "_call", "_encoded", "_heads", "_kernel", "_limits", "_loaded", "_maps"),
+        *(
+            "_any_team",
+            "_args",
+            "_box",
+            "_call",
+            "_encoded",
+            "_heads",
+            "_kernel",
+            "_limits",
+            "_loaded",
+            "_maps",
+        ),
         *("_memory", "_names", "_params", "_record", "_run", "native"),
     )
 

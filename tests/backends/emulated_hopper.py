@@ -92,7 +92,9 @@ class HopperKernel(EmulatedKernel):
             return super().launch_many(call)
         box = boxes.encoded(boxes.NO_BOXES, self.backend.boxes, call, self.spec)
         memory, at = self._with_maps(call, box)
-        assert self.wide().emulate_wide(at, self.backend.seed), "the threads of a CTA wait for each other in vain"
+        assert self.wide().emulate_wide(at, self.backend.seed), (
+            "the threads of a CTA wait for each other in vain"
+        )
         del memory
 
     def _with_maps(self, call: Any, box: int) -> tuple[Any, Any]:

@@ -131,11 +131,14 @@ def shared(rows, prefix, suffix, s, page=16):
     return flat, q, tuple(rng.standard_normal(shape).astype(np.float32).astype(bf16) for _ in "kv")
 
 
-@pytest.mark.parametrize(("rows", "heads"), [(20, (1, 1)), (70, (1, 1)), (40, (4, 1)), (130, (2, 2))])
-def test_shared_prefix(rows, heads):
+@pytest.mark.parametrize(
+    ("rows", "heads", "prefix"),
+    [(20, (1, 1), 768), (70, (1, 1), 768), (40, (4, 1), 768), (130, (2, 2), 768), (20, (4, 4), 944)],
+)
+def test_shared_prefix(rows, heads, prefix):
     """Tiles of one, two and four quarters, both warpgroups and one, passes of several: the bits of the flat batch."""
     s = spec(num_qo_heads=heads[0], num_kv_heads=heads[1])
-    flat, q, kv = shared(rows, 512 + 256, 9, s)
+    flat, q, kv = shared(rows, prefix, 9, s)
     results = []
     for index, backend in ((at.formats.share(flat), EmulatedHopper(3)), (flat, EmulatedCuda(True))):
         attn = at.Attention(s, backend=backend, device="cpu")

@@ -45,8 +45,8 @@ class Wide {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   }
 
-  // Tile by tile, pass by pass, until the loaders say that it was the last one. The tensor cores multiply the weights of
-  // a tile with V while the softmax of the next one runs; at the end of a leaf they have caught up.
+  // Tile by tile, pass by pass, until the loaders say that it was the last one. The tensor cores multiply the weights
+  // of a tile with V while the softmax of the next one runs; at the end of a leaf they have caught up.
   __device__ __forceinline__ void run() {
     pair_ = phase_ = table_ = 0;
     float o[kO];
@@ -201,8 +201,8 @@ class Wide {
            high <= rows.high_min && meta_.span[table_][0].w + L::kTile <= rows.limit_min;
   }
 
-  // Scale, variant, mask (`all`: nothing is hidden); the result is a base-2 logit (-inf: unseen), or a weight (0: unseen)
-  // without a softmax.
+  // Scale, variant, mask (`all`: nothing is hidden); the result is a base-2 logit (-inf: unseen), or a weight (0:
+  // unseen) without a softmax.
   __device__ __forceinline__ void logits(float (&s)[kS], bool all) const {
     const Rows& rows = this->rows();
     const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
@@ -394,8 +394,7 @@ class Wide {
       const int r = row_of(half) % 32;
       if (rows.qo_row[r] < 0) continue;
       const Ctx c = row_ctx<Config, Variant>(p_, rows, r, pass.head);
-      const FinishRow row =
-          finish_head<Variant>(params_, c, half ? sum.m[1] : sum.m[0], half ? sum.l[1] : sum.l[0]);
+      const FinishRow row = finish_head<Variant>(params_, c, half ? sum.m[1] : sum.m[0], half ? sum.l[1] : sum.l[0]);
       if (lane_ % 4 == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
       Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, 0)) + lane_ % 4 * 2;
 #pragma unroll 4

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loading warps of the wide kernel. All four walk the worker's items (heads, passes over the rows, leaves, tiles)
 // and fill every stage together, 16 keys each; before the first tile of a pass two of them lay out 32 of its rows each,
-// and their Q. Where lists are of blocks of 16 tokens or a multiple, lanes find the slots of 32 runs of 16 keys at once,
-// and an elected lane asks for a run as boxes of a tensor map (TMA). Tiles in which a key is missing, and other lists: lane
-// l finds the address of key l % 16 of its warp's keys, in K (l < 16) or in V, and all lanes copy 16 bytes at a time.
+// and their Q. Where lists are of blocks of 16 tokens or a multiple, lanes find the slots of 32 runs of 16 keys at
+// once, and an elected lane asks for a run as boxes of a tensor map (TMA). Tiles in which a key is missing, and other
+// lists: lane l finds the address of key l % 16 of its warp's keys, in K (l < 16) or in V, and all lanes copy 16 bytes
+// at a time.
 //
 // Copies arrive on a stage's barrier when they land; the computing warps then order their products after them
 // (fence.proxy.async).
