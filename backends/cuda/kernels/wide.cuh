@@ -439,10 +439,10 @@ __device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* 
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    ptx::reg_dealloc<64>();
+    ptx::reg_dealloc<72>();
     Loader(p, params, maps, smem, meta).run(worker);
   } else {
-    ptx::reg_alloc<192>();
+    ptx::reg_alloc<184>();
     Wide<Config, Variant>(p, params, smem).run();
   }
 }
