@@ -125,7 +125,7 @@ def test_the_hopper_kernel(name):
         assert not nvrtc.warnings_of(log), log
 
 
-#: The same of the wide kernel; what spills is the loading warps', which live in 64 registers.
+#: The same of the wide kernel; what spills is the loading warps', which live in 72 registers.
 WIDE_SPECS = {
     "bf16 128": ({}, 96),
     "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, 96),
