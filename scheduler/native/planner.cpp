@@ -91,6 +91,7 @@ class Planner {
   Crew crews[3];
   int64_t slots = 0;  // partial slots used
   std::vector<int32_t> count, first;
+  std::vector<double> run_costs;
   LongestFirst longest_first;
   Buffer<int32_t> worker_of, section_of;
   std::vector<int32_t> at_worker;
@@ -353,9 +354,12 @@ void Planner::make_items(const Crew& crew, Candidate& c, int32_t heads, double l
   for (size_t i = crew.begin; i < crew.end; ++i) {
     const Tile& t = tiles[i];
     const int32_t step = std::min(heads, t.heads());
+    run_costs.clear();  // the same for all heads
+    each_run(crew, c, i,
+             [&](const Run& run, int32_t) { run_costs.push_back(step * (c.cuts ? unit_cost(crew, t, run) : t.cost)); });
     for (int32_t head = t.head_begin; head < t.head_end; head += step) {
-      each_run(crew, c, i,
-               [&](const Run& run, int32_t r) { add(i, r, head, step * (c.cuts ? unit_cost(crew, t, run) : t.cost)); });
+      const double* cost = run_costs.data();
+      each_run(crew, c, i, [&](const Run&, int32_t r) { add(i, r, head, *cost++); });
     }
   }
   c.count = n;

@@ -9,11 +9,20 @@ namespace {
 // Columns of items and of merge rows.
 enum { kPart, kRow, kQBegin, kQEnd, kHeadBegin, kHeadEnd, kKvBegin, kKvEnd, kLeafBegin, kLeafEnd, kSlot, kClass };
 enum { kItemFields = 14, kMergeFields = 5, kRulerFields = 9, kSteps = 4 };
-// Numbers of a FirstItem behind its item.
-enum { kNext = kItemFields, kEnd, kList, kEntries, kPos, kOffset, kRequest, kQoRow, kQoPos, kBlock, kFlags };
-enum { kCounter = kFlags + 1, kMergeBegin, kMergeEnd, kIds, kNumbers = 32 };
 enum { kHasList = 1, kHasIds = 2, kHasRow = 4, kHasMerge = 8, kHasItem = 16 };
-const int kRun = 16, kRuns = kNumbers - kIds;
+const int kRun = 16, kRuns = 4;
+
+// FirstItem of kernels/params.cuh. Nothing of it is cleared ahead: half of the time would go there.
+struct FirstItem {
+  int32_t item[kItemFields];
+  int32_t next, end;
+  int32_t list, entries, pos, offset;
+  int32_t request, qo_row, qo_pos;
+  int32_t block, flags;
+  int32_t counter, merge_begin, merge_end;
+  int32_t ids[kRuns];
+};
+static_assert(sizeof(FirstItem) == 128, "pack.FIRST_ITEM_BYTES");
 
 // Offset of a leaf's first key.
 int leaf_start(const int32_t* ruler, int leaf) {
@@ -26,17 +35,77 @@ int leaf_start(const int32_t* ruler, int leaf) {
   return offset + leaf * ruler[2 * kSteps];
 }
 
-// The merge row of (row, head), or -1.
+// Place of a merge row among all: by row, then by its first head.
+int64_t place(int row, int head) { return (static_cast<int64_t>(row) << 32) + head; }
+
+// The merge row of (row, head), or -1. No step of the search is a jump: what it finds is a coin's toss each time, and a
+// jump that is guessed wrong costs as much as three steps.
 int merge_of(const int32_t* rows, int count, int row, int head) {
-  int low = 0, high = count;  // the last one at or before it lies in [low, high)
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    const int32_t* at = rows + middle * kMergeFields;
-    (at[0] < row || (at[0] == row && at[1] <= head) ? low : high) = middle;
-  }
   if (!count) return -1;
-  const int32_t* at = rows + low * kMergeFields;
-  return at[0] == row && at[1] <= head && head < at[2] ? low : -1;
+  const int32_t* low = rows;  // the last one at or before it is one of `count` from here
+  for (const int64_t wanted = place(row, head); count > 1;) {
+    const int half = count / 2;
+    const int32_t* middle = low + half * kMergeFields;
+    low = place(middle[0], middle[1]) <= wanted ? middle : low;
+    count -= half;
+  }
+  return low[0] == row && low[1] <= head && head < low[2] ? static_cast<int>(low - rows) / kMergeFields : -1;
+}
+
+// Blocks of the runs from key `from` of a list on, -1 behind its end: a block has a whole number of runs.
+void first_ids(const attnrt_first_part_t& part, int from, FirstItem& to) {
+  int block = part.block == kRun ? from / kRun : from / part.block;
+  int left = (block + 1) * part.block - from;
+  for (int i = 0; i < kRuns; ++i) {
+    to.ids[i] = block < to.entries ? part.indices[to.list + block] : -1;
+    left -= kRun;
+    block += left == 0;
+    left = left == 0 ? part.block : left;
+  }
+}
+
+// The list that the item's heads share, and the blocks of its first runs; returns flags.
+int first_list(const attnrt_first_part_t& part, const int32_t* item, const int32_t* rulers, int kv_tile,
+               FirstItem& to) {
+  const int head = item[kHeadBegin];
+  to.block = part.block;
+  std::fill(to.ids, to.ids + kRuns, 0);
+  if (!part.listed || (part.heads > 1 && item[kHeadEnd] - head > 1)) {
+    to.list = to.entries = to.pos = to.offset = 0;
+    return 0;
+  }
+  const int list = item[kRow] * part.heads + (part.heads > 1 ? head : 0);
+  to.list = part.indptr[list];
+  to.entries = part.indptr[list + 1] - to.list;
+  to.pos = part.kv_pos ? part.kv_pos[item[kRow]] : 0;
+  to.offset = part.kv_offset[item[kRow]];
+  const int start = leaf_start(rulers + item[kClass] * kRulerFields, item[kLeafBegin]);
+  const int tile = item[kKvBegin] <= start ? start : start + (item[kKvBegin] - start) / kv_tile * kv_tile;
+  const int from = tile - to.offset;  // in the list
+  if (!part.indices || part.positions || part.block % kRun || from < 0 || from % kRun) return kHasList;
+  first_ids(part, from, to);
+  return kHasList | kHasIds;
+}
+
+// The query of an item that has one, and where its states are merged; returns flags.
+int first_row(const attnrt_first_part_t& part, const int32_t* item, const int32_t* merge_rows, int num_merges,
+              FirstItem& to) {
+  const int query = item[kQBegin], head = item[kHeadBegin];
+  to.counter = to.merge_begin = to.merge_end = 0;
+  if (item[kQEnd] - query != 1) {
+    to.request = to.qo_row = to.qo_pos = 0;
+    return 0;
+  }
+  to.request = part.request[query];
+  to.qo_row = part.qo_index ? part.qo_index[query] : query;
+  to.qo_pos = part.qo_pos[query];
+  const int merge = item[kSlot] < 0 ? -1 : merge_of(merge_rows, num_merges, to.qo_row, head);
+  if (merge < 0) return kHasRow;
+  const int32_t* at = merge_rows + merge * kMergeFields;
+  to.counter = merge * (at[2] - at[1]) + head - at[1];
+  to.merge_begin = at[3];
+  to.merge_end = at[4];
+  return kHasRow | kHasMerge;
 }
 
 }  // namespace
@@ -46,57 +115,21 @@ extern "C" int attnrt_cuda_first_items(const int32_t* items, const int32_t* work
                                        const attnrt_first_part_t* parts, int32_t* first) {
   int busy = workers;
   while (busy > 0 && worker_indptr[busy - 1] == worker_indptr[busy]) --busy;
-  for (int w = 0; w < busy; ++w) {
-    int32_t* to = first + w * kNumbers;
+  FirstItem* to = reinterpret_cast<FirstItem*>(first);
+  for (int w = 0; w < busy; ++w, ++to) {
     const int begin = worker_indptr[w], end = worker_indptr[w + 1];
-    std::memset(to, 0, kNumbers * sizeof *to);
-    to[kNext] = begin + 1;
-    to[kEnd] = end;
     if (begin == end) {  // a worker between others that has none
-      to[kNext] = begin;
+      *to = FirstItem{};
+      to->next = to->end = begin;
       continue;
     }
     const int32_t* item = items + begin * kItemFields;
-    std::memcpy(to, item, kItemFields * sizeof *to);
     const attnrt_first_part_t& part = parts[item[kPart]];
-    int flags = kHasItem;
-    const int head = item[kHeadBegin], query = item[kQBegin];
-    const int list = item[kRow] * part.heads + (part.heads > 1 ? head : 0);
-    const int offset = part.kv_offset[item[kRow]];
-    to[kBlock] = part.block;
-    if (part.listed && (part.heads == 1 || item[kHeadEnd] - head == 1)) {
-      flags |= kHasList;
-      to[kList] = part.indptr[list];
-      to[kEntries] = part.indptr[list + 1] - part.indptr[list];
-      to[kPos] = part.kv_pos ? part.kv_pos[item[kRow]] : 0;
-      to[kOffset] = offset;
-      const int start = leaf_start(rulers + item[kClass] * kRulerFields, item[kLeafBegin]);
-      const int tile = item[kKvBegin] <= start ? start : start + (item[kKvBegin] - start) / kv_tile * kv_tile;
-      const int from = tile - offset;  // in the list
-      if (part.indices && !part.positions && part.block % kRun == 0 && from >= 0 && from % kRun == 0) {
-        flags |= kHasIds;
-        for (int i = 0; i < kRuns; ++i) {
-          const int block = (from + kRun * i) / part.block;
-          to[kIds + i] = block < to[kEntries] ? part.indices[to[kList] + block] : -1;
-        }
-      }
-    }
-    if (item[kQEnd] - query == 1) {
-      flags |= kHasRow;
-      const int row = part.qo_index ? part.qo_index[query] : query;
-      to[kRequest] = part.request[query];
-      to[kQoRow] = row;
-      to[kQoPos] = part.qo_pos[query];
-      const int merge = item[kSlot] < 0 ? -1 : merge_of(merge_rows, num_merges, row, head);
-      if (merge >= 0) {
-        const int32_t* at = merge_rows + merge * kMergeFields;
-        flags |= kHasMerge;
-        to[kCounter] = merge * (at[2] - at[1]) + head - at[1];
-        to[kMergeBegin] = at[3];
-        to[kMergeEnd] = at[4];
-      }
-    }
-    to[kFlags] = flags;
+    std::memcpy(to->item, item, sizeof to->item);
+    to->next = begin + 1;
+    to->end = end;
+    const int flags = first_list(part, item, rulers, kv_tile, *to);
+    to->flags = kHasItem | flags | first_row(part, item, merge_rows, num_merges, *to);
   }
   return busy;
 }
