@@ -52,17 +52,19 @@ _zeros = frozen(np.zeros(4096, dtype=np.int32))
 def iota(count: int) -> np.ndarray:
     """Read-only int32 [count], 0, 1, 2, ...: a view of one growing array."""
     global _iota
-    if count > len(_iota):
-        _iota = frozen(np.arange(2 * count, dtype=np.int32))
-    return _iota[:count]
+    known = _iota  # another thread may put a shorter one there meanwhile
+    if count > len(known):
+        _iota = known = frozen(np.arange(2 * count, dtype=np.int32))
+    return known[:count]
 
 
 def zeros(count: int) -> np.ndarray:
     """Read-only int32 [count] of 0: a view of one growing array."""
     global _zeros
-    if count > len(_zeros):
-        _zeros = frozen(np.zeros(2 * count, dtype=np.int32))
-    return _zeros[:count]
+    known = _zeros
+    if count > len(known):
+        _zeros = known = frozen(np.zeros(2 * count, dtype=np.int32))
+    return known[:count]
 
 
 def is_device(x: Any) -> bool:

@@ -166,7 +166,7 @@ class BlockSparse:
         return gather(self, kv, row, head, kv_layout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Composite:
     """Several block-sparse parts over one buffer; a query's keys are the union over parts, each key in one part.
 

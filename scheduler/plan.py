@@ -91,9 +91,9 @@ def make_plan(
         slots = min(slots, _count("max_partial_slots", max_partial_slots))
     facts = facts_of(spec)
     parts, limits = index.parts, _NO_LIMITS
-    if len(parts) > 1:
-        flat = getattr(index, "flat", None)
-        parts = recut(parts, flat, traits, facts.group)
+    if isinstance(index, Composite) and len(parts) > 1:
+        flat = index.flat
+        parts = recut(index, traits, facts.group)
         aligned = align_native(parts, facts, traits, num_rows) if can_plan(traits) else None
         if aligned is None:
             aligned = align(

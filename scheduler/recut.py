@@ -9,48 +9,46 @@ keys earlier, the shared one ends there.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from attnrt.latest import Latest
+from attnrt.scheduler.align import leaf_ends
+from attnrt.scheduler.problem import classes_of
+
 if TYPE_CHECKING:
-    from attnrt.formats.base import BlockSparse
+    from attnrt.formats.base import BlockSparse, Composite
     from attnrt.scheduler.base import Traits
 
 __all__ = ["recut"]
 
-_last: tuple[Any, Any, int, tuple[BlockSparse, ...]] = (None, None, 0, ())
+#: The parts made last: a plan of the same index has the same ones, so that a workspace does not load them again.
+_latest: Latest[tuple[BlockSparse, ...]] = Latest()
 
 
-def recut(
-    parts: tuple[BlockSparse, ...], flat: BlockSparse | None, traits: Traits, group: int
-) -> tuple[BlockSparse, ...]:
+def recut(index: Composite, traits: Traits, group: int) -> tuple[BlockSparse, ...]:
     """The parts of a composite, cut at leaf boundaries as far as a request's own list reaches back.
 
     Parameters
     ----------
-    parts : tuple of BlockSparse
-    flat : BlockSparse or None
-        The composite's flat form; its lists are those of the last part, or nothing is done.
+    index : Composite
+        Its own parts are returned unless its flat form has the lists of the last of two.
     traits : Traits
     group : int
         Query heads per KV head.
     """
-    global _last
+    parts, flat = index.parts, index.flat
     if flat is None or len(parts) != 2 or parts[1].indices is not flat.indices:
         return parts
     prefix, own = parts
     if own.indptr is not flat.indptr or own.heads > 1 or prefix.heads > 1 or prefix.qo_index is None:
         return parts
-    if _last[0] is not parts or _last[1] is not traits or _last[2] != group:
-        _last = parts, traits, group, _recut(prefix, own, traits, group)
-    return _last[3]
+    known = _latest.get(index, (traits, group))
+    return _latest.put(_recut(prefix, own, traits, group), index, (traits, group)) if known is None else known
 
 
 def _recut(prefix: BlockSparse, own: BlockSparse, traits: Traits, group: int) -> tuple[BlockSparse, ...]:
-    from attnrt.scheduler.align import leaf_ends
-    from attnrt.scheduler.problem import classes_of
-
     klass = classes_of(own.requests, traits, group)
     row_of = np.full(own.num_qo, -1, np.int64)  # row of the own part of each row of q
     listed = slice(0, len(own.request)) if own.qo_index is None else own.qo_index

@@ -22,7 +22,7 @@ FOLDERS = ("formats", "scheduler", "variants", "backends", "examples")
 #: Layers from left to right; a name covers its submodules.
 LAYERS = (
     *(
-        {"errors"},
+        {"errors", "latest"},
         {"config"},
         {"dtypes"},
         {"device"},

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from attnrt.backends.cuda import boxes, driver, pack
-from attnrt.backends.cuda.latest import Latest
 from attnrt.backends.cuda.render import (
     ATTEND,
     DECODE,
@@ -43,6 +42,7 @@ from attnrt.backends.cuda.tables import WIDE as CREW
 from attnrt.device import as_device
 from attnrt.dtypes import as_dtype
 from attnrt.errors import CaptureError, PlanError
+from attnrt.latest import Latest
 from attnrt.memory import ops_of
 from attnrt.tensor import TensorView, make_view
 

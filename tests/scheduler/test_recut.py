@@ -58,10 +58,10 @@ def test_cuts_lie_at_leaf_boundaries(suffix):
     prefixes = [1000, 1024, 5000, 3999]
     index = at.formats.share(shared(prefixes, suffix))
     assert len(index.parts) == 2
-    parts = recut(index.parts, index.flat, t, GROUP)
+    parts = recut(index, t, GROUP)
     assert sorted(parts[0].kv_end.tolist()) == [768, 1024, 3584, 4608]
     assert parts[1].kv_begin.tolist() == np.repeat([768, 1024, 4608, 3584], 3).tolist()
-    assert recut(index.parts, index.flat, t, GROUP) is parts
+    assert recut(index, t, GROUP) is parts
     plan = at.make_plan(s, index, t)
     verify_plan(plan)
     assert len(plan.parts) == 2
@@ -84,14 +84,14 @@ def test_what_is_left_to_bridges():
     """Lists of another builder, and sharers of two classes."""
     t = traits()
     index = at.formats.share(shared([1000], 128))
-    assert recut(index.parts, None, t, GROUP) is index.parts
+    assert recut(replace(index, flat=None), t, GROUP) is index.parts
     other = replace(index.flat, indices=index.flat.indices.copy())
-    assert recut(index.parts, other, t, GROUP) is index.parts
+    assert recut(replace(index, flat=other), t, GROUP) is index.parts
     flat = shared([1000], 128)
     qo_indptr = np.array([0, 1, 2, 22], np.int32)  # 20 * GROUP rows are no decode step
     mixed = at.formats.share(
         at.formats.paged(qo_indptr, flat.indptr, flat.indices, flat.requests.kv_lens, 16)
     )
-    assert recut(mixed.parts, mixed.flat, t, GROUP)[0].kv_end.tolist() == mixed.parts[0].kv_end.tolist()
+    assert recut(mixed, t, GROUP)[0].kv_end.tolist() == mixed.parts[0].kv_end.tolist()
     plan = at.make_plan(spec(), mixed, t)
     verify_plan(plan)

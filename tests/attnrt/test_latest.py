@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel remembers of its latest workspace: not the workspace, and never another thread's."""
+"""What is remembered of the latest of many: not the object itself, and never another thread's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from attnrt.backends.cuda.latest import Latest
+from attnrt.latest import Latest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
 from fake_driver import build, run_script
 
 

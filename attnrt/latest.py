@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found for the latest object of a kind, for kernels that several attentions and threads share."""
+"""What was found for the latest object of a kind, for things that several attentions and threads share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ T = TypeVar("T")
 class Latest(Generic[T]):
     """One value, under the identity of an object and a key beside it.
 
-    The object is not held: a kernel outlives the workspaces that it runs in, and must not keep their memory. Entry and value are
-    read and written as one, so that a thread never gets what another has put meanwhile.
+    The object is not held: a kernel outlives the workspaces that it runs in, a module the indexes that it has seen, and neither
+    must keep their memory. Owner and value are read and written as one, so that a thread never gets what another has put
+    meanwhile.
     """
 
     __slots__ = ("_entry",)
