@@ -94,10 +94,15 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
       const Fold f = fold_head<Variant::use_softmax>(total_m, total_l, closing.m[half], closing.l[half]);
       memory[kO + half] = closing.m[half] = f.m;
       memory[kO + 2 + half] = closing.l[half] = f.l;
+      // One branch for all numbers of a row (compilers take long over one for each).
+      if (closing.first || f.take == 2) {
 #pragma unroll
-      for (int i = 0; i < kO; ++i) {
-        if (i / 2 % 2 != half) continue;
-        memory[i] = closing.first ? o[i] : fold_acc(f, memory[i], o[i]);
+        for (int i = 0; i < kO; ++i)
+          if (i / 2 % 2 == half) memory[i] = o[i];
+      } else if (f.take == 0) {
+#pragma unroll
+        for (int i = 0; i < kO; ++i)
+          if (i / 2 % 2 == half) memory[i] = __fadd_rn(__fmul_rn(memory[i], f.scale_a), __fmul_rn(o[i], f.scale_b));
       }
     }
     if (closing.fate == Fate::rows) divide(closing);
@@ -110,19 +115,20 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
       if (closing.folds) {
         fold(closing, total, o);
         const volatile float* memory = total;
-        return emit(closing, [&](int i) { return memory[i]; });
+        return emit<4>(closing, [&](int i) { return memory[i]; });  // in loops: half the code of O's own
       }
     }
-    emit(closing, [&](int i) { return o[i]; });
+    emit<kO>(closing, [&](int i) { return o[i]; });
   }
 
-  template <class Get>
+  // Columns in steps of 8, kAtOnce of them unrolled; those that lie in registers are all unrolled.
+  template <int kAtOnce, class Get>
   __device__ __forceinline__ void emit(const Closing& closing, Get&& o) const {
-    if (closing.fate == Fate::state) store_state(closing, o);
-    if (closing.fate == Fate::rows) finish(closing, o);
+    if (closing.fate == Fate::state) store_state<kAtOnce>(closing, o);
+    if (closing.fate == Fate::rows) finish<kAtOnce>(closing, o);
   }
 
-  template <class Get>
+  template <int kAtOnce, class Get>
   __device__ __forceinline__ void store_state(const Closing& closing, Get&& o) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -132,7 +138,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
         reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(closing.m[half], closing.l[half]);
       }
       float* to = p_.plan->partial_acc + at * L::kDimVo + lane_ % 4 * 2;
-#pragma unroll
+#pragma unroll kAtOnce
       for (int n = 0; n < L::kDimVo / 8; ++n) {
         *reinterpret_cast<float2*>(to + n * 8) = make_float2(o(4 * n + 2 * half), o(4 * n + 2 * half + 1));
       }
@@ -148,18 +154,18 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
 
   // Divides and writes rows: 16 bytes at a time where the output allows it, else element by element, in code of its
   // own: a branch inside the loop cost more than everything else here.
-  template <class Get>
+  template <int kAtOnce, class Get>
   __device__ __forceinline__ void finish(const Closing& closing, Get&& o) const {
     if constexpr (kBytes<Config::out_type> == 2) {
       const bool vectors =
           ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
-      if (vectors) return store_rows(closing, o);
+      if (vectors) return store_rows<kAtOnce>(closing, o);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (closing.to[half] == kNothing) continue;
       auto* out = reinterpret_cast<typename Bits<Config::out_type>::type*>(p_.out) + closing.to[half] + lane_ % 4 * 2;
-#pragma unroll
+#pragma unroll kAtOnce
       for (int n = 0; n < L::kDimVo / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -172,13 +178,13 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
 
   // A quad holds four columns' worth of 16 bytes in pairs of elements: a 4 x 4 transposition among its lanes gives each
   // lane 16 bytes of its own.
-  template <class Get>
+  template <int kAtOnce, class Get>
   __device__ __forceinline__ void store_rows(const Closing& closing, Get&& o) const {
     const int lane = lane_ % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       char* out = p_.out + closing.to[half] * 2 + lane * 16;
-#pragma unroll
+#pragma unroll(kAtOnce / 4)
       for (int n = 0; n < L::kDimVo / 8; n += 4) {
         unsigned x[4];
 #pragma unroll
