@@ -200,6 +200,7 @@ class Repeat:
         if self._maps is not None:
             self._new_maps(names if maps else ())
         if names != self._names:
+            kernel.programs.prepare(names)
             for i, name in enumerate(names):
                 record.launches[i] = kernel.programs.entry(name)[0]
             self._names, record.num_launches = names, len(names)
@@ -320,8 +321,7 @@ class CudaKernel:
 
     def prepare(self, plan: Plan | None, limits: Limits | None) -> None:
         """Compile what a plan (None: any plan within the limits) needs, so that its runs do not."""
-        for name in self.needs_of(limits) if plan is None else self.needs(plan, limits):
-            self.programs.entry(name)
+        self.programs.prepare(self.needs_of(limits) if plan is None else self.needs(plan, limits))
 
     @staticmethod
     def _by_key(plan: Plan, box: int | None) -> bool:

@@ -3,13 +3,15 @@
 
 A compiler takes two seconds for all kernels of a spec, and a plan needs one or two of them: who brings a variant that nobody has
 seen waits for those alone. The merge kernel's text leaves out all that it does not read of a variant (render.py), so that it is
-in the cache as soon as any variant of those dims has been merged.
+in the cache as soon as any variant of those dims has been merged. Where a plan needs several, they are compiled at once: a text
+keeps a compiler and a core busy, and the interpreter's lock is free meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.cuda.render import DECODE, entry_names, render, threads_of
@@ -40,7 +42,7 @@ class Programs:
         self.spec, self._load = spec, load
         self.names = entry_names(spec, hopper)
         self._modules: dict[str, Module] = {}  # held: a library that is let go of takes its kernels along
-        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
 
     def entry(self, name: str) -> Any:
         """attnrt_launch_t of a kernel, without its grid; compiles if it is not there yet.
@@ -51,7 +53,7 @@ class Programs:
         """
         found = self._modules.get(name)
         if found is None:
-            with self._lock:  # NVRTC compiles one text at a time in any case
+            with self._locks.setdefault(name, threading.Lock()):
                 found = self._modules.get(name)
                 if found is None:
                     found = self._load(render(self.spec, name), (name,))
@@ -60,3 +62,14 @@ class Programs:
                     found.entry(name).threads = threads_of(self.spec, name) * groups
                     self._modules[name] = found
         return found.entry(name)
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Compile those of the kernels that are not there yet, each in a thread; raises what the first of them raises."""
+        missing = [name for name in names if name not in self._modules]
+        if len(missing) < 2:
+            for name in missing:
+                self.entry(name)
+            return
+        with ThreadPoolExecutor(len(missing), "attnrt-compile") as pool:
+            for made in [pool.submit(self.entry, name) for name in missing]:
+                made.result()
