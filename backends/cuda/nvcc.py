@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backend "nvcc": the same texts compiled by nvcc into a shared library with a small C surface, called through cffi.
 
-It needs no NVRTC and no cuda-python: nvcc to compile, afterwards only the cached library and the driver.
+It needs no NVRTC and no cuda-python: nvcc to compile, afterwards only the cached library and the driver. The library holds device
+code and one C function that says where; the driver shim loads it like NVRTC's.
 """
 
 from __future__ import annotations
@@ -18,18 +19,14 @@ from typing import Any
 from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
-from attnrt.backends.cuda.kernel import launch_record
-from attnrt.backends.cuda.render import DECODE, DECODE_TOP, SMEM_BYTES, waits
-from attnrt.backends.cuda.tables import DECODE_GROUPS
+from attnrt.backends.cuda.kernel import DriverModule
+from attnrt.backends.cuda.render import waits
 from attnrt.config import config
 from attnrt.errors import CompileError
 
 __all__ = ["NvccBackend", "find_nvcc", "load"]
 
-_SURFACE = """
-int attnrt_kernel(int kernel, int device, unsigned long long* handle, int* smem, int* groups);
-const char* attnrt_error(int code);
-"""
+_SURFACE = "const unsigned char* attnrt_image(unsigned long long* size);"
 
 
 @lru_cache(maxsize=1)
@@ -56,81 +53,35 @@ def _version() -> str:
     return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def host_text(names: tuple[str, ...]) -> str:
-    """The C surface of a library with these kernels: kernel i is names[i]."""
-    # The decode kernel's text asks for each group of a CTA (kernel.groups_of).
-    cases = "\n".join(
-        f"    case {i}: function = reinterpret_cast<const void*>(&{name}); smem = {SMEM_BYTES.get(name, 0)}; "
-        f"group = {int(name == DECODE)}; break;"
-        for i, name in enumerate(names)
-    )
-    return f"""
-// The driver's handle of a kernel on a device, and its dynamic shared memory; the caller's current device is put back.
-extern "C" int attnrt_kernel(int kernel, int device, unsigned long long* handle, int* smem_bytes, int* groups) {{
-  const void* function = nullptr;
-  int smem = 0, before = 0, group = 0;
-  switch (kernel) {{
-{cases}
-    default: return cudaErrorInvalidValue;
-  }}
-  cudaError_t code = cudaGetDevice(&before);
-  if (code == cudaSuccess && before != device) code = cudaSetDevice(device);
-  *groups = 1;
-  if (code == cudaSuccess && group) {{
-    int most = 0;
-    code = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    const int fit = (most - {DECODE_TOP}) / smem;
-    *groups = fit < 1 ? 1 : fit > {DECODE_GROUPS} ? {DECODE_GROUPS} : fit;
-    smem = smem * *groups + {DECODE_TOP};
-  }}
-  if (code == cudaSuccess && smem > 48 << 10) {{
-    code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-  }}
-  cudaFunction_t found = nullptr;
-  if (code == cudaSuccess) code = cudaGetFuncBySymbol(&found, function);
-  *handle = reinterpret_cast<unsigned long long>(found);
-  *smem_bytes = smem;
-  if (before != device) cudaSetDevice(before);
-  return code;
-}}
+def image_of(path: Path) -> bytes:
+    """The device code that a library holds: its C function, called through cffi in ABI mode."""
+    from cffi import FFI
 
-extern "C" const char* attnrt_error(int code) {{ return cudaGetErrorString(static_cast<cudaError_t>(code)); }}
-"""
+    ffi = FFI()
+    ffi.cdef(_SURFACE)
+    size = ffi.new("unsigned long long *")
+    library: Any = ffi.dlopen(str(path))  # held until its bytes are copied
+    at = library.attnrt_image(size)
+    return bytes(ffi.buffer(at, size[0]))
 
 
-class SharedModule:
-    """A shared library of kernels, opened by cffi in ABI mode: it gives handles, the driver shim launches them."""
-
-    def __init__(self, device: int, path: Path, names: tuple[str, ...], dependent: bool) -> None:
-        from cffi import FFI
-
-        self.ffi = FFI()
-        self.ffi.cdef(_SURFACE)
-        self.lib: Any = self.ffi.dlopen(str(path))
-        self._entries = {}
-        for i, name in enumerate(names):
-            handle, smem, groups = (self.ffi.new(kind) for kind in ("unsigned long long *", "int *", "int *"))
-            code = self.lib.attnrt_kernel(i, device, handle, smem, groups)
-            if code:
-                text = self.ffi.string(self.lib.attnrt_error(code)).decode()
-                raise driver.CudaError(f"kernel {name}", "must load", f"error {code}: {text}")
-            self.groups = groups[0]
-            self._entries[name] = launch_record(device, name, handle[0], smem[0], dependent)
-
-    def entry(self, name: str) -> Any:
-        return self._entries[name]
-
-
-def _flags(arch: str) -> list[str]:
+def _device_flags(arch: str) -> list[str]:
     compute = arch.replace("sm_", "compute_")
-    return [
-        "-std=c++17",
-        "-O3",
-        "-fmad=false",
-        "-shared",
-        "-Xcompiler=-fPIC",
-        f"-gencode=arch={compute},code={arch}",
-    ]
+    return ["-std=c++17", "-O3", "-fmad=false", "-cubin", f"-gencode=arch={compute},code={arch}"]
+
+
+#: Plain C around finished device code. A text that is C++ for the host too would go through the host's compiler with all of
+#: CUDA's headers, which takes longer than the merge kernel itself.
+_HOST_FLAGS = ["-shared", "-Xcompiler=-fPIC", "-cudart=none"]
+_HOST_TEXT = """
+__asm__(".section .rodata\\n.balign 64\\nattnrt_code:\\n.incbin \\"kernel.cubin\\"\\nattnrt_code_end:\\n.byte 0\\n.previous\\n");
+extern const unsigned char attnrt_code[], attnrt_code_end[];
+
+const unsigned char* attnrt_image(unsigned long long* size) {
+  *size = attnrt_code_end - attnrt_code;
+  return attnrt_code;
+}
+"""
 
 
 def compile_library(source: str, arch: str, path: Path, label: str) -> None:
@@ -140,12 +91,19 @@ def compile_library(source: str, arch: str, path: Path, label: str) -> None:
         raise CompileError(
             label, "needs nvcc to be compiled", f"tried {', '.join(tried)}", 'Use backend="nvrtc"'
         )
-    with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "kernel.cu"
-        text.write_text(source)
-        done = subprocess.run(
-            [nvcc, *_flags(arch), str(text), "-o", str(path)], capture_output=True, text=True, check=False
-        )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "kernel.cu").write_text(source)
+        (folder / "library.c").write_text(_HOST_TEXT)
+        for command in (
+            [*_device_flags(arch), "kernel.cu", "-o", "kernel.cubin"],
+            [*_HOST_FLAGS, "library.c", "-o", str(path.absolute())],
+        ):
+            done = subprocess.run(
+                [os.path.abspath(nvcc), *command], capture_output=True, text=True, check=False, cwd=folder
+            )
+            if done.returncode:
+                break
     if done.returncode:
         log = done.stdout + done.stderr
         line = re.search(r"^(?!.*kernel\.cu)[\w.<>]+\((\d+)\): error", log, re.M)
@@ -168,11 +126,11 @@ class NvccBackend(CudaBackend):
         nvcc, tried = find_nvcc()
         return () if nvcc is not None else (f"nvcc is not found (tried {', '.join(tried)})",)
 
-    def load(self, source: str, names: tuple[str, ...], device: int, label: str) -> SharedModule:
-        arch, text = arch_of(device), source + host_text(names)
-        key = key_of("nvcc", _version(), repr(_flags(arch)), text)
-        path = fetch(key, ".so", label, lambda target: compile_library(text, arch, target, label))
-        return SharedModule(device, path, names, waits(source, names))
+    def load(self, source: str, names: tuple[str, ...], device: int, label: str) -> DriverModule:
+        arch = arch_of(device)
+        key = key_of("nvcc", _version(), repr(_device_flags(arch)), repr(_HOST_FLAGS), _HOST_TEXT, source)
+        path = fetch(key, ".so", label, lambda target: compile_library(source, arch, target, label))
+        return DriverModule(device, image_of(path), names, waits(source, names))
 
 
 def load() -> NvccBackend:
