@@ -12,10 +12,11 @@
 #include <numeric>
 
 #ifdef PREFILL_TRACE
-// Clocks of one worker: [role][tile][kind]; its consumers' first warps write them.
-__device__ unsigned long long trace_clock[4][512][8];
-#define ATTNRT_TRACE(role, t, kind) \
-  if (blockIdx.x == 5 && threadIdx.x % 128 == 0 && (t) < 512) trace_clock[role][t][kind] = clock64()
+// Clocks of one worker: [role][tile or pass][kind]; its consumers' first warps and the loader's warps write them.
+__device__ unsigned long long trace_clock[6][512][8];
+#define ATTNRT_TRACE(role, t, kind)                                                                      \
+  if (blockIdx.x == 5 && threadIdx.x % ((role) < 2 ? 128 : 32) == 0 && (t) >= 0 && (t) < 512) \
+  trace_clock[role][t][kind] = clock64()
 #endif
 #include "../../backends/cuda/kernels/hopper_attend.cuh"
 #include "../../backends/cuda/kernels/hopper_loader.cuh"
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(HopperLayout<Config, Variant>::kThreads, 1)
   extern __shared__ __align__(1024) char smem[];
   long long clock = clock64(), ns = 0;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  prefetch_plan(launch.run);
+  prefetch_plan(launch.run, gridDim.x);
   hopper_attend<Config, Variant, HopperLoader<Config, Variant, kHow>>(launch.run, launch.params, launch.maps, smem);
   if (threadIdx.x == 128) {
     long long later;
@@ -489,14 +490,14 @@ static Setup setup(int page, bool gather, int order, int workers = 0, int reps =
 #ifdef PREFILL_TRACE
 // The traced worker's clocks as one line per tile and role, relative to the first.
 static void print_trace(const char* name) {
-  static unsigned long long c[4][512][8];
+  static unsigned long long c[6][512][8];
   CHECK(cudaMemcpyFromSymbol(c, trace_clock, sizeof c));
   unsigned long long first = ~0ull;
   for (auto& role : c)
     for (auto& tile : role)
       for (auto x : tile)
         if (x) first = std::min(first, x);
-  for (int role = 0; role < 4; ++role)
+  for (int role = 0; role < 6; ++role)
     for (int t = 0; t < 512; ++t) {
       if (!c[role][t][0]) continue;
       printf("trace %s %d %d", name, role, t);

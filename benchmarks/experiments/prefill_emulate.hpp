@@ -365,6 +365,7 @@ inline void ld_shared16(u32 (&x)[4], u32 a) { memcpy(x, emu::at(a), 16); }
 inline void computed(float, u32) {}
 inline void loaded(int) {}
 inline const char* opaque(const char* p) { return p; }
+inline void in_memory(float*) {}
 template <int N>
 inline void fresh(float (&)[N]) {}
 inline void nap(u32) {}

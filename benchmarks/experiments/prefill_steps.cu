@@ -8,6 +8,13 @@
 #define STEPS_GATHER false
 #endif
 
+// As the runtime plans: sections of 8 MB, a pass priced at 3.5 tiles.
+static Setup planned(int page, bool gather, int reps = 12) {
+  Setup s = setup(page, gather, 8, 0, reps);
+  s.fixed = 3.5;
+  return s;
+}
+
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "short";
   Bench b;
@@ -17,19 +24,19 @@ int main(int argc, char** argv) {
   auto square = [](int s) { return Problem{16384 / s, s, s, 16, 16, 128}; };
   if (what == "one") {  // a single launch, for a profiler
     const int s = atoi(argv[2]);
-    report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "one", square(s), setup(argc > 3 ? 1 : 0, argc > 3, 32, 0, 1), 0);
+    report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "one", square(s), planned(argc > 3 ? 1 : 0, argc > 3, 1), 0);
     return 0;
   }
 #ifdef STEPS_VARIANTS
   if (what == "variants") {
     for (int s : {2048, 16384}) {
-      report<1, 128, 2, CausalVariant>(b, "causal", square(s), setup(0, false, 32), 0);
-      report<1, 128, 2, SoftcapVariant>(b, "softcap", square(s), setup(0, false, 32), 0);
-      report<1, 128, 2, WindowVariant>(b, "window", square(s), setup(0, false, 32), 0);
-      report<1, 128, 2, AlibiVariant>(b, "alibi", square(s), setup(0, false, 32), 0);
-      report<1, 128, 2, SigmoidVariant>(b, "sigmoid", square(s), setup(0, false, 32), 0);
+      report<1, 128, 2, CausalVariant>(b, "causal", square(s), planned(0, false), 0);
+      report<1, 128, 2, SoftcapVariant>(b, "softcap", square(s), planned(0, false), 0);
+      report<1, 128, 2, WindowVariant>(b, "window", square(s), planned(0, false), 0);
+      report<1, 128, 2, AlibiVariant>(b, "alibi", square(s), planned(0, false), 0);
+      report<1, 128, 2, SigmoidVariant>(b, "sigmoid", square(s), planned(0, false), 0);
     }
-    report<1, 64, 3, CausalVariant>(b, "causal", {8, 2048, 2048, 32, 32, 64}, setup(0, false, 32), 0);
+    report<1, 64, 3, CausalVariant>(b, "causal", {8, 2048, 2048, 32, 32, 64}, planned(0, false), 0);
     return 0;
   }
 #endif
@@ -42,12 +49,12 @@ int main(int argc, char** argv) {
   }
 #ifdef PREFILL_TRACE
   for (int s : {512, 2048, 16384}) {
-    report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "causal", square(s), setup(0, false, 32, 0, 3), 0);
+    report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "causal", square(s), planned(0, false, 3), 0);
     print_trace(("causal" + std::to_string(s)).c_str());
-    report<1, 128, 2, FullVariant>(b, "full", square(s), setup(0, false, 32, 0, 3), 0);
+    report<1, 128, 2, FullVariant>(b, "full", square(s), planned(0, false, 3), 0);
     print_trace(("full" + std::to_string(s)).c_str());
     if (STEPS_GATHER) {
-      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "gather", square(s), setup(1, true, 32, 0, 3), 0);
+      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "gather", square(s), planned(1, true, 3), 0);
       print_trace(("gather" + std::to_string(s)).c_str());
     }
   }
@@ -55,16 +62,16 @@ int main(int argc, char** argv) {
 #endif
   for (int i = 0; i < 6; ++i) {
     if (what == "short" && i > 2 && i < 5) continue;
-    for (double fixed : {0.4, 0.8, 1.5, 3.0}) {
-      if (fixed != 0.8 && (i > 1 || what != "costs")) continue;
-      Setup set = setup(0, false, 32);
+    for (double fixed : {0.8, 1.5, 2.5, 3.5}) {
+      if (fixed != 3.5 && (i > 1 || what != "costs")) continue;
+      Setup set = planned(0, false);
       set.fixed = fixed;
-      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, fixed == 0.8 ? "causal" : "causal fixed", square(sizes[i]), set,
+      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, fixed == 3.5 ? "causal" : "causal fixed", square(sizes[i]), set,
                                                      fa3[i]);
     }
     if (STEPS_GATHER)
-      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "gather", square(sizes[i]), setup(1, true, 32), 0);
-    report<1, 128, 2, FullVariant>(b, "full", square(sizes[i]), setup(0, false, 32), fa3_full[i]);
+      report<1, 128, 2, CausalVariant, STEPS_GATHER>(b, "gather", square(sizes[i]), planned(1, true), 0);
+    report<1, 128, 2, FullVariant>(b, "full", square(sizes[i]), planned(0, false), fa3_full[i]);
   }
   return 0;
 }

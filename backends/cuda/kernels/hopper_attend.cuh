@@ -17,11 +17,6 @@
 #include "hopper_results.cuh"
 #include "hopper_rewrite.cuh"
 
-// An experiment's hook: the clock at stage `kind` of tile t, by role (consumer warpgroups from 0).
-#ifndef ATTNRT_TRACE
-#define ATTNRT_TRACE(role, t, kind)
-#endif
-
 namespace attnrt {
 
 template <class Config, class Variant, class Loader>
@@ -50,7 +45,8 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     if (group_ == L::kGroups - 1) turn_end();  // warpgroup 0 goes first
     if (!open_pass(0)) return;
     float s[kS], o[kO], m[2] = {neg_inf(), neg_inf()}, l[2] = {0.0f, 0.0f}, top[2] = {0.0f, 0.0f}, shrink[2];
-    float total[kO + 4];  // lies in local memory: only items of several leaves touch it; last m and l
+    alignas(16) float total[Config::folds ? kO + 4 : 4];  // only items of several leaves touch it
+    if constexpr (Config::folds) ptx::in_memory(total);
     unsigned w[kS / 2];
     Row rows[2];
     View view;
@@ -91,10 +87,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       // At the very end this multiplies what is left in the buffers and nobody looks: a branch here would make ptxas
       // serialise (C7515).
       multiply_scores(s, pass_ & (L::kBuffersQ - 1), tile_ + 1);
-      if (tile_ >= 0) wait_v(tile_);
-      multiply_values(o, w, tile_ & 1, add);
-      turn_end();
-      ATTNRT_TRACE(group_, tile_, 3);
+      // Under the first product, because issuing the second waits for it anyway.
       Closing closing;
       if (closes) {
         closing.fate = Fate::nothing;
@@ -106,6 +99,10 @@ class HopperConsumer : public HopperResults<Config, Variant> {
         if (ends && more) load_rows(rows);
       }
       if (more) look(view, rows, tile_ + 1, offset);  // tables of a pass that does not exist lead anywhere
+      if (tile_ >= 0) wait_v(tile_);
+      multiply_values(o, w, tile_ & 1, add);
+      turn_end();
+      ATTNRT_TRACE(group_, tile_, 3);
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(s);
       ATTNRT_TRACE(group_, tile_, 4);

@@ -5,16 +5,16 @@
 // page is out of bounds and arrives as zeros; the rest of a page is cleared in V between arrival and hand-over (weight
 // 0 times NaN would be NaN).
 #pragma once
-#include "hopper_tables.cuh"
+#include "hopper_passes.cuh"
 
 namespace attnrt {
 
 template <class Config, class Variant>
-class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
+class HopperBoxes : public HopperPasses<Config, Variant> {
   using L = HopperLayout<Config, Variant>;
-  using Base = HopperTables<Config, Variant, Loading::boxes>;
+  using Base = HopperPasses<Config, Variant>;
   using Base::arrived_k, Base::arrived_v, Base::bar, Base::base_, Base::lane_, Base::locate, Base::maps_, Base::meta_;
-  using Base::tell, Base::tells, Base::run_queries, Base::run_rows, Base::walk_records, Base::warp_;
+  using Base::tell, Base::tells, Base::run_queries, Base::run_rows, Base::walk_boxes, Base::warp_;
   using typename Base::Tile;
 
  public:
@@ -111,7 +111,7 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
     const unsigned empty = values ? bar(meta_.v_empty[0]) : bar(meta_.k_empty[0]);
     if (ptx::elect_one()) ptx::tma_prefetch_map(&map);
     int t = 0, patches = 0;
-    walk_records([&](const Tile& tile, int head, long long slot, int pos) {
+    walk_boxes(map, div, values ? L::kDimVo : L::kDim, [&](const Tile& tile, int head, long long slot, int pos) {
       const int stage = t % L::kStages;
       const unsigned dst = tiles + stage * bytes;
       const int from = tile.live_low - tile.offset, to = tile.live_high - tile.offset;  // rows that hold keys
@@ -121,7 +121,9 @@ class HopperBoxes : public HopperTables<Config, Variant, Loading::boxes> {
       place.head = head;
       const Buffer buffer = {dst, patched ? bar(meta_.patch) : full + stage * 8, empty + stage * 8,
                              (t / L::kStages & 1) ^ 1u};
+      ATTNRT_TRACE(values ? 5 : 4, t, 0);
       issue(map, values, buffer, place);
+      ATTNRT_TRACE(values ? 5 : 4, t, 2);
       if (!values) {
 #pragma unroll
         for (int part = 0; tells(tile) && part < L::kTile / 32; ++part) {

@@ -19,6 +19,7 @@ class HopperKeys {
         base_(ptx::smem_addr(smem)),
         meta_(*reinterpret_cast<M*>(smem + L::kOffsetMeta)) {
     lane_ = threadIdx.x % 32;
+    bound_ = p.plan->bound_kv_lens != nullptr;
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   }
 
@@ -33,8 +34,6 @@ class HopperKeys {
   static constexpr int kNoShift = -0x7fffffff;
   // Whether anybody asks where keys stand: what rows see by offset alone runs on whatever the blocks' positions.
   static constexpr bool kPositions = Variant::has_mask || Variant::has_logits || Variant::has_key || Variant::has_value;
-  static constexpr int kAhead = 4;      // tiles of the next item that are asked for in L2
-  static constexpr int kMostAhead = 8;  // or as many boxes of theirs: each costs the warp 60 clocks for each of its slabs
 
   // gather: which 32 keys of a tile this warp brings.
   __device__ __forceinline__ int own_part() const { return L::kTile == 128 ? warp_ : warp_ & (L::kTile / 32 - 1); }
@@ -118,11 +117,17 @@ class HopperKeys {
   __device__ __forceinline__ void want(const WorkItem& item, const PartDesc& part, const KvList& list, int head,
                                        Tile& tile) const {
     live_range(item, part, list, head, tile.live_low, tile.live_high);
+    narrow(item, part.block, list, p_.plan->solid, tile);
+  }
+
+  // Of the keys that are there those that the item wants, and whether their positions run on.
+  __device__ __forceinline__ static void narrow(const WorkItem& item, const FastDiv& block_size, const KvList& list,
+                                                bool solid, Tile& tile) {
     tile.low = max(item.kv_begin, tile.live_low);
     tile.high = min(item.kv_end, tile.live_high);
-    tile.shift = (kPositions && list.block_pos) || !p_.plan->solid ? kNoShift : list.pos - list.offset;
+    tile.shift = (kPositions && list.block_pos) || !solid ? kNoShift : list.pos - list.offset;
     if (list.indices) {
-      const long long listed = list.offset + static_cast<long long>(list.entries) * part.block.divisor;
+      const long long listed = list.offset + static_cast<long long>(list.entries) * block_size.divisor;
       tile.high = static_cast<int>(min(static_cast<long long>(tile.high), listed));
     }
   }
@@ -133,39 +138,6 @@ class HopperKeys {
     div.split(static_cast<unsigned>(slot), p, t);
     token = slot < 0 ? 0 : static_cast<int>(t);
     page = slot < 0 ? -1 : static_cast<int>(p);
-  }
-
-  // Reads what a walk will ask of the item after this one, so that it lies in the first-level cache by then, and asks
-  // for its first tiles in L2: the walk's chain of dependent loads would else cost a few thousand clocks at every item,
-  // and the first keys of a head come from memory. For one warp that has time.
-  __device__ __forceinline__ void look_ahead(const WorkItem& item) const {
-    const WorkItem* next = &item + 1;
-    const int worker = p_.plan->num_workers + p_.plan->wide_workers + blockIdx.x;
-    if (next >= p_.plan->work + p_.plan->worker_indptr[worker + 1]) return;
-    const PartDesc& part = p_.plan->parts[next->part];
-    KvList list;
-    list.open(part, next->row, next->head_begin);
-    Tile tile;
-    live_range(*next, part, list, next->head_begin, tile.live_low, tile.live_high);
-    int stop;
-    leaf_range<L::kTile>(p_, *next, next->leaf_begin, tile.offset, stop);
-    const int id = fetch_block<kAhead * L::kTile>(part.block, list, tile, tile.offset);
-    ptx::loaded(id);
-    if constexpr (kHow == Loading::boxes) {
-      int pos, token, page;
-      const long long slot = slot_in(part.block, list, tile.offset, id, pos);
-      if (slot >= 0 && lane_ < kMostAhead) {
-        locate(maps_.page_k, slot, token, page);
-#pragma unroll
-        for (int c = 0; c < L::kDim; c += 64) ptx::tma_prefetch_4d(&maps_.k, c, token, next->head_begin, page);
-        locate(maps_.page_v, slot, token, page);
-#pragma unroll
-        for (int c = 0; c < L::kDimVo; c += 64) ptx::tma_prefetch_4d(&maps_.v, c, token, next->head_begin, page);
-      }
-    }
-    ptx::loaded(list.pos + static_cast<int>(list.base));
-    const int query = next->q_begin + lane_;
-    if (query < next->q_end) ptx::loaded(part.request[query] + part.qo_pos[query]);
   }
 
   // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's lookup
@@ -198,44 +170,6 @@ class HopperKeys {
     });
   }
 
-  // The same for a loader of boxes, which finds what it needs in the tables of passes. Consumers give a table back after
-  // they have had the last tile of its pass, so that it holds as long as this reads it.
-  template <class F>
-  __device__ __forceinline__ void walk_records(F&& f) {
-#pragma unroll 1
-    for (int count = 0;; ++count) {
-      const int table = L::table(count);
-      ptx::mbar_wait(bar(meta_.table_full[table]), count / L::kTables & 1);
-      const PassRecord& record = meta_.pass[table];
-      if (record.done) return;
-      const PassKeys keys = meta_.keys[table];
-      Tile tile;
-      tile.offset = record.begin;
-      tile.low = record.live_begin;
-      tile.high = record.live_end;
-      tile.live_low = keys.live_low;
-      tile.live_high = keys.live_high;
-      tile.shift = record.runs ? record.shift : kNoShift;
-      const int head = record.head, leaves = max(record.item.leaf_end - record.item.leaf_begin, 1);
-      int id = meta_.first_id[table][lane_], stop = record.stop;
-#pragma unroll 1
-      for (int leaf = 0; leaf < leaves; ++leaf) {
-        if (leaf > 0) {
-          leaf_range<L::kTile>(p_, record.item, record.item.leaf_begin + leaf, tile.offset, stop);
-          id = fetch_block(keys.block, keys.list, tile, tile.offset);
-        }
-#pragma unroll 1
-        for (; tile.offset < stop; tile.offset += L::kTile) {
-          const int next = fetch_block(keys.block, keys.list, tile, tile.offset + L::kTile);
-          int pos;
-          const long long slot = slot_in(keys.block, keys.list, tile.offset, id, pos);
-          f(tile, head, slot, pos);
-          id = next;
-        }
-      }
-    }
-  }
-
   __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
 
   // Barriers of the loader's arrivals: those of consumers, or of the stage that rewrites.
@@ -258,6 +192,7 @@ class HopperKeys {
   const unsigned base_;
   M& meta_;
   int lane_, warp_;
+  bool bound_;  // lengths of requests may be shorter than the plan's
 };
 
 }  // namespace attnrt

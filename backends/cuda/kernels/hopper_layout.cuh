@@ -12,6 +12,12 @@
 #include "hopper_ptx.cuh"
 #include "types.cuh"
 
+// An experiment's hook: the clock at stage `kind` of tile or pass t, by role: consumer warpgroups 0 and 1, the loader's
+// warps for Q 2, rows 3, K 4, V 5.
+#ifndef ATTNRT_TRACE
+#define ATTNRT_TRACE(role, t, kind)
+#endif
+
 namespace attnrt {
 
 // A tensor map (CUtensorMap) by value.
@@ -100,15 +106,14 @@ struct PassRecord {
   int done;      // 1: no pass, the list has ended
 };
 
-// Where the keys of a pass lie, for a loader of boxes: all that its walk would else fetch from the plan by a chain of
-// loads.
-struct alignas(16) PassKeys {
+// What a loader of boxes needs of a pass beside its record. One warp reads the plan, a few passes ahead of all others: a
+// walk is a chain of loads that take six hundred clocks each.
+struct PassKeys {
   KvList list;
-  FastDiv block;
-  int live_low, live_high;  // offsets of the keys that exist in memory
+  int low, high, live_low, live_high, shift;  // HopperKeys::Tile
+  FastDiv block;                              // of the part
+  const int* qo_index;                        // of the part
 };
-constexpr int kKeysWords = sizeof(PassKeys) / 4;
-static_assert(kKeysWords <= 32, "a word a lane");
 
 // Offset of the first live key at or past a position, and one past the last at or before it; clamped first, because the
 // subtraction may overflow.
@@ -152,7 +157,8 @@ struct HopperMeta {
   int mask_from[L::kTables][L::kMaskRows];
   PassRecord pass[L::kTables];
   PassKeys keys[L::kTables];
-  int first_id[L::kTables][32];  // blocks of the boxes of the first tile, by lane
+  RulerDesc rulers[kMaxClasses];  // the plan's, and the part at hand, of the warp that reads the plan
+  PartDesc part;
   unsigned long long table_full[L::kTables], table_empty[L::kTables];
   unsigned long long q_full[2], q_empty[2];  // where Q has two buffers
   unsigned long long k_full[L::kStages], k_empty[L::kStages];
@@ -191,9 +197,10 @@ __device__ __forceinline__ void walk_passes(const RunParams& p, int worker, F&& 
 // First tile and one past the last key of a leaf, as an item sees it. A leaf without keys still has one tile, of dead
 // keys, so that its rows are written by the same code as all others.
 template <int kTile>
-__device__ __forceinline__ void leaf_range(const RunParams& p, const WorkItem& item, int leaf, int& first, int& stop) {
+__device__ __forceinline__ void leaf_range(const RulerDesc& of, int kv_begin, int kv_end, int leaf, int& first,
+                                           int& stop) {
   // RulerDesc::start of this leaf and the next: all is loaded before any of it is used, a load may take 600 clocks.
-  const RulerDesc ruler = p.plan->rulers[item.klass];
+  const RulerDesc ruler = of;
   int start = 0, size = ruler.tail;
   bool found = false;
 #pragma unroll
@@ -205,8 +212,12 @@ __device__ __forceinline__ void leaf_range(const RunParams& p, const WorkItem& i
     found = found || n < ruler.count[i];
   }
   start += leaf * ruler.tail;
-  first = first_tile<kTile>(start, item.kv_begin);
-  stop = max(min(start + size, item.kv_end), first + 1);
+  first = first_tile<kTile>(start, kv_begin);
+  stop = max(min(start + size, kv_end), first + 1);
+}
+template <int kTile>
+__device__ __forceinline__ void leaf_range(const RunParams& p, const WorkItem& item, int leaf, int& first, int& stop) {
+  leaf_range<kTile>(p.plan->rulers[item.klass], item.kv_begin, item.kv_end, leaf, first, stop);
 }
 
 }  // namespace attnrt

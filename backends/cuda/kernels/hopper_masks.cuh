@@ -21,9 +21,11 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
   // How the warp's rows see a tile: all of it, or bit by bit.
   static constexpr int kParts = L::kTile / 32;
+  // Whether a run of offsets is all that a row sees where positions run on.
+  static constexpr bool kByRuns = Variant::mask_is_interval && !Variant::reads_index_mask;
   struct View {
     bool all;
-    unsigned bits[kParts][2];  // what each row sees of 32 keys, from this thread's first key on
+    unsigned bits[kParts][2];  // what each row sees of 32 keys, from this thread's first key on; look_at_run: its run
     unsigned partial;          // bit p: some row of the warp does not see all of part p
   };
 
@@ -38,10 +40,10 @@ class HopperMasks : public HopperRows<Config, Variant> {
     if (view.all) return;
     if (!runs_) {
       look_at_keys(view, rows, t, offset);
+    } else if constexpr (kByRuns) {
+      look_at_run(view, rows, offset);
     } else if constexpr (Variant::reads_index_mask) {
       look_at_words(view, rows, offset);
-    } else {
-      look_at_run(view, rows, offset);
     }
   }
 
@@ -144,17 +146,36 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
   // ------------------------------------------------------------------ masks by position
 
-  // Where positions run on, a row sees one run of offsets.
+  // Where positions run on, a row sees one run of offsets: two numbers say it all, counted from this thread's first key.
+  // Bits of `partial`, by half of the tile: 0 and 1 if the run of some row of the warp ends before the half does, 2 and 3
+  // if one begins after it.
   __device__ __forceinline__ void look_at_run(View& view, const Row (&rows)[2], int offset) const {
+    const int last = min(rows[0].last, rows[1].last) - offset, first = max(rows[0].first, rows[1].first) - offset;
     view.partial = 0;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int at = offset + part * 32;
+    for (int part = 0; part < 2; ++part) {
+      view.partial |= (__any_sync(0xffffffffu, last < (part + 1) * (L::kTile / 2)) ? 1u : 0u) << part;
+      view.partial |= (__any_sync(0xffffffffu, first > part * (L::kTile / 2)) ? 4u : 0u) << part;
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        view.bits[part][half] = low_bits(rows[half].last - at) & ~low_bits(rows[half].first - at);
+    for (int half = 0; half < 2; ++half) {
+      view.bits[0][half] = static_cast<unsigned>(rows[half].last - offset - lane_ % 4 * 2);
+      view.bits[1][half] = static_cast<unsigned>(rows[half].first - offset - lane_ % 4 * 2);
+    }
+  }
+  __device__ __forceinline__ void mask_run(float (&s)[kS], const View& view) const {
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+#pragma unroll
+      for (int end = 0; end < 2; ++end) {
+        if (!(view.partial >> (part + 2 * end) & 1)) continue;
+#pragma unroll
+        for (int i = part * (kS / 2); i < (part + 1) * (kS / 2); ++i) {
+          const int key = i / 4 * 8 + i % 2, bound = static_cast<int>(view.bits[end][i / 2 % 2]);
+          const bool seen = end == 0 ? key < bound : key >= bound;
+          s[i] = seen ? s[i] : hidden_score();
+        }
       }
-      finish_part(view, part);
     }
   }
 
@@ -271,6 +292,9 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
   // Two instructions per score, none where all is seen.
   __device__ __forceinline__ void mask_bits(float (&s)[kS], const View& view) const {
+    if constexpr (kByRuns) {
+      if (runs_) return mask_run(s, view);
+    }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (!(view.partial >> part & 1)) continue;

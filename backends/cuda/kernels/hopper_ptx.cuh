@@ -92,6 +92,9 @@ ATTNRT_DEV const char* opaque(const char* p) {
   return p;
 }
 
+// Keeps an array out of registers.
+ATTNRT_DEV void in_memory(float* x) { asm volatile("" ::"l"(x) : "memory"); }
+
 // A use that keeps the load of x.
 ATTNRT_DEV void loaded(int x) { asm volatile("" ::"r"(x)); }
 

@@ -83,65 +83,77 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     }
   }
 
-  // Leaf onto total, where the result is. O itself stays as it is: a changed O that came back into the loop by a branch
-  // would make ptxas serialise the products (C7514).
-  __device__ __forceinline__ void fold(Closing& closing, float (&total)[kO + 4], const float (&o)[kO]) const {
-    volatile float* memory = total;
+  // ------------------------------------------------------------------ results
+  // Half of a thread's accumulators: those of one of its rows, elements 8 n + 2 (lane % 4) + e at 2 n + e.
+  static constexpr int kPart = kO / 2;
+
+  // What becomes of a leaf: folded onto those before it, stored as a state, or, at the end of its pass, finished rows.
+  // O itself stays as it is: a changed O that came back into the loop by a branch would make ptxas serialise the
+  // products (C7514).
+  __device__ __forceinline__ void results(Closing& closing, const float (&o)[kO], float* total) const {
+    Fold fold[2];
+    if constexpr (Config::folds) {
+      if (closing.folds) fold_heads(closing, fold, total);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float total_m = closing.first ? neg_inf() : memory[kO + half];
-      const float total_l = closing.first ? 0.0f : memory[kO + 2 + half];
-      const Fold f = fold_head<Variant::use_softmax>(total_m, total_l, closing.m[half], closing.l[half]);
-      memory[kO + half] = closing.m[half] = f.m;
-      memory[kO + 2 + half] = closing.l[half] = f.l;
-      // One branch for all numbers of a row (compilers take long over one for each).
-      if (closing.first || f.take == 2) {
+      float x[kPart];
 #pragma unroll
-        for (int i = 0; i < kO; ++i)
-          if (i / 2 % 2 == half) memory[i] = o[i];
-      } else if (f.take == 0) {
-#pragma unroll
-        for (int i = 0; i < kO; ++i)
-          if (i / 2 % 2 == half) memory[i] = __fadd_rn(__fmul_rn(memory[i], f.scale_a), __fmul_rn(o[i], f.scale_b));
+      for (int i = 0; i < kPart; ++i) x[i] = o[i / 2 * 4 + 2 * half + i % 2];
+      if constexpr (Config::folds) {
+        if (closing.folds) fold_half(closing, fold[half], half, x, total + half * kPart);
       }
+      if (closing.fate == Fate::state) store_state(closing, half, x);
+      if (closing.fate == Fate::rows) finish(closing, half, x);
     }
+  }
+
+  // Leaf onto total, in local memory but for what the last leaf leaves: last m and l, by row. Memory is two thousand
+  // cycles away and more, so that all is asked for before any of it is used.
+  __device__ __forceinline__ void fold_heads(Closing& closing, Fold (&fold)[2], float* total) const {
+    float4* const heads = reinterpret_cast<float4*>(total + kO);
+    const float4 x = closing.first ? make_float4(neg_inf(), neg_inf(), 0.0f, 0.0f) : *heads;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      fold[half] = fold_head<Variant::use_softmax>(half ? x.y : x.x, half ? x.w : x.z, closing.m[half], closing.l[half]);
+      closing.m[half] = fold[half].m;
+      closing.l[half] = fold[half].l;
+    }
+    if (closing.fate == Fate::nothing) *heads = make_float4(closing.m[0], closing.m[1], closing.l[0], closing.l[1]);
     if (closing.fate == Fate::rows) divide(closing);
   }
-
-  // ------------------------------------------------------------------ results
-  // What becomes of a leaf: folded onto those before it, stored as a state, or, at the end of its pass, finished rows.
-  __device__ __forceinline__ void results(Closing& closing, const float (&o)[kO], float (&total)[kO + 4]) const {
-    if constexpr (Config::folds) {
-      if (closing.folds) {
-        fold(closing, total, o);
-        const volatile float* memory = total;
-        return emit<4>(closing, [&](int i) { return memory[i]; });  // in loops: half the code of O's own
+  __device__ __forceinline__ void fold_half(const Closing& closing, const Fold& fold, int half, float (&x)[kPart],
+                                            float* total) const {
+    float4* const memory = reinterpret_cast<float4*>(total);
+    if (!closing.first) {
+      float4 before[kPart / 4];
+#pragma unroll
+      for (int i = 0; i < kPart / 4; ++i) before[i] = memory[i];
+#pragma unroll
+      for (int i = 0; i < kPart / 4; ++i) {
+        x[4 * i] = fold_acc(fold, before[i].x, x[4 * i]);
+        x[4 * i + 1] = fold_acc(fold, before[i].y, x[4 * i + 1]);
+        x[4 * i + 2] = fold_acc(fold, before[i].z, x[4 * i + 2]);
+        x[4 * i + 3] = fold_acc(fold, before[i].w, x[4 * i + 3]);
       }
     }
-    emit<kO>(closing, [&](int i) { return o[i]; });
-  }
-
-  // Columns in steps of 8, kAtOnce of them unrolled; those that lie in registers are all unrolled.
-  template <int kAtOnce, class Get>
-  __device__ __forceinline__ void emit(const Closing& closing, Get&& o) const {
-    if (closing.fate == Fate::state) store_state<kAtOnce>(closing, o);
-    if (closing.fate == Fate::rows) finish<kAtOnce>(closing, o);
-  }
-
-  template <int kAtOnce, class Get>
-  __device__ __forceinline__ void store_state(const Closing& closing, Get&& o) const {
+    if (closing.fate != Fate::nothing) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const long long at = closing.to[half];
-      if (at == kNothing) continue;
-      if (lane_ % 4 == 0) {
-        reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(closing.m[half], closing.l[half]);
-      }
-      float* to = p_.plan->partial_acc + at * L::kDimVo + lane_ % 4 * 2;
-#pragma unroll kAtOnce
-      for (int n = 0; n < L::kDimVo / 8; ++n) {
-        *reinterpret_cast<float2*>(to + n * 8) = make_float2(o(4 * n + 2 * half), o(4 * n + 2 * half + 1));
-      }
+    for (int i = 0; i < kPart / 4; ++i) {
+      memory[i] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    }
+  }
+
+  __device__ __forceinline__ void store_state(const Closing& closing, int half, const float (&x)[kPart]) const {
+    const long long at = closing.to[half];
+    if (at == kNothing) return;
+    if (lane_ % 4 == 0) {
+      reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(closing.m[half], closing.l[half]);
+    }
+    float* to = p_.plan->partial_acc + at * L::kDimVo + lane_ % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < L::kDimVo / 8; ++n) {
+      *reinterpret_cast<float2*>(to + n * 8) = make_float2(x[2 * n], x[2 * n + 1]);
     }
   }
 
@@ -154,53 +166,50 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
 
   // Divides and writes rows: 16 bytes at a time where the output allows it, else element by element, in code of its
   // own: a branch inside the loop cost more than everything else here.
-  template <int kAtOnce, class Get>
-  __device__ __forceinline__ void finish(const Closing& closing, Get&& o) const {
+  __device__ __forceinline__ void finish(const Closing& closing, int half, const float (&x)[kPart]) const {
     if constexpr (kBytes<Config::out_type> == 2) {
       const bool vectors =
           ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
-      if (vectors) return store_rows<kAtOnce>(closing, o);
+      if (vectors) return store_rows(closing, half, x);
     }
+    if (closing.to[half] == kNothing) return;
+    auto* out = reinterpret_cast<typename Bits<Config::out_type>::type*>(p_.out) + closing.to[half] + lane_ % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (closing.to[half] == kNothing) continue;
-      auto* out = reinterpret_cast<typename Bits<Config::out_type>::type*>(p_.out) + closing.to[half] + lane_ % 4 * 2;
-#pragma unroll kAtOnce
-      for (int n = 0; n < L::kDimVo / 8; ++n)
+    for (int n = 0; n < L::kDimVo / 8; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float x =
-              finished(closing.ctx[half], closing.row[half], n * 8 + lane_ % 4 * 2 + e, o(4 * n + 2 * half + e));
-          out[n * 8 + e] = from_float<Config::out_type>(x);
-        }
-    }
+      for (int e = 0; e < 2; ++e) {
+        const float y = finished(closing.ctx[half], closing.row[half], n * 8 + lane_ % 4 * 2 + e, x[2 * n + e]);
+        out[n * 8 + e] = from_float<Config::out_type>(y);
+      }
   }
 
   // A quad holds four columns' worth of 16 bytes in pairs of elements: a 4 x 4 transposition among its lanes gives each
   // lane 16 bytes of its own.
-  template <int kAtOnce, class Get>
-  __device__ __forceinline__ void store_rows(const Closing& closing, Get&& o) const {
+  __device__ __forceinline__ void store_rows(const Closing& closing, int half, const float (&x)[kPart]) const {
     const int lane = lane_ % 4;
+    constexpr ptx::Half16 kOut = kHalf<Config::out_type>;
+    const float inverse = closing.row[half].inverse;
+    char* out = p_.out + closing.to[half] * 2 + lane * 16;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      char* out = p_.out + closing.to[half] * 2 + lane * 16;
-#pragma unroll(kAtOnce / 4)
-      for (int n = 0; n < L::kDimVo / 8; n += 4) {
-        unsigned x[4];
+    for (int n = 0; n < L::kDimVo / 8; n += 4) {
+      unsigned y[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int at = 4 * (n + i) + 2 * half, col = (n + i) * 8 + lane * 2;
-          x[i] =
-              ptx::pack2<kHalf<Config::out_type>>(finished(closing.ctx[half], closing.row[half], col, o(at)),
-                                                  finished(closing.ctx[half], closing.row[half], col + 1, o(at + 1)));
+      for (int i = 0; i < 4; ++i) {
+        const int at = 2 * (n + i), col = (n + i) * 8 + lane * 2;
+        if constexpr (Variant::has_output) {
+          y[i] = ptx::pack2<kOut>(finished(closing.ctx[half], closing.row[half], col, x[at]),
+                                  finished(closing.ctx[half], closing.row[half], col + 1, x[at + 1]));
+        } else {
+          y[i] = ptx::pack2<kOut>(__fmul_rn(x[at], inverse), __fmul_rn(x[at + 1], inverse));
+          y[i] = inverse == 0.0f ? 0u : y[i];
         }
-        transpose<1>(x[0], x[1]);
-        transpose<1>(x[2], x[3]);
-        transpose<2>(x[0], x[2]);
-        transpose<2>(x[1], x[3]);
-        if (closing.to[half] != kNothing) {
-          *reinterpret_cast<uint4*>(out + n * 16) = make_uint4(x[0], x[1], x[2], x[3]);
-        }
+      }
+      transpose<1>(y[0], y[1]);
+      transpose<1>(y[2], y[3]);
+      transpose<2>(y[0], y[2]);
+      transpose<2>(y[1], y[3]);
+      if (closing.to[half] != kNothing) {
+        *reinterpret_cast<uint4*>(out + n * 16) = make_uint4(y[0], y[1], y[2], y[3]);
       }
     }
   }

@@ -13,8 +13,8 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
   using Base = HopperKeys<Config, Variant, kHow>;
 
  protected:
-  using Base::arrived_half, Base::arrived_q, Base::bar, Base::base_, Base::kNoShift, Base::lane_, Base::look_ahead,
-      Base::fetch_block, Base::meta_, Base::p_;
+  using Base::arrived_half, Base::arrived_q, Base::bar, Base::base_, Base::bound_, Base::kNoShift, Base::lane_,
+      Base::meta_, Base::p_;
   using Base::Base;
   using Base::params_, Base::want;
   using typename Base::Tile;
@@ -52,19 +52,19 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
   };
   __device__ __forceinline__ Bounds make_bounds(const WorkItem& item, const PartDesc& part, int head) const {
     KvList list;
-    Tile tile;
-    return make_bounds(item, part, head, list, tile);
-  }
-  __device__ __forceinline__ Bounds make_bounds(const WorkItem& item, const PartDesc& part, int head, KvList& list,
-                                                Tile& tile) const {
     list.open(part, item.row, head);
+    Tile tile;
     want(item, part, list, head, tile);
+    Bounds x = bounds_of(list, tile);
+    leaf_range<L::kTile>(p_, item, item.leaf_begin, x.begin, x.stop);
+    return x;
+  }
+  __device__ __forceinline__ static Bounds bounds_of(const KvList& list, const Tile& tile) {
     Bounds x;
     x.runs = tile.shift != kNoShift;
     x.shift = list.pos - list.offset;
     x.live_begin = tile.low;
     x.live_end = max(tile.high, tile.low);
-    leaf_range<L::kTile>(p_, item, item.leaf_begin, x.begin, x.stop);
     return x;
   }
 
@@ -83,12 +83,12 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     int from = 0;
     if (query.at >= 0) {
       request.x = query.request;
-      const int shift = bound_shift(p_, request.x);
+      const int shift = bound_ ? bound_shift(p_, request.x) : 0;
       row.x = query.qo_row;
       row.y = query.pos + shift;
       row.z = kDeadKey + 1;
       row.w = 0x7fffffff;
-      if (p_.plan->bound_kv_lens) request.y = kv_len_of(p_, request.x);
+      if (bound_) request.y = kv_len_of(p_, request.x);
       if constexpr (Variant::has_mask) {
         const int qo_head = head * Config::group + (first + r) % Config::group;
         const Ctx c = query_ctx(p_, request.x, row.x, row.y, head, qo_head);
@@ -142,6 +142,9 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     if (lane_ != 0) return;
     PassRecord& record = meta_.pass[L::table(pass)];
     record.item = item;
+    write_bounds(record, x, head, first);
+  }
+  __device__ __forceinline__ static void write_bounds(PassRecord& record, const Bounds& x, int head, int first) {
     record.head = head;
     record.first = first;
     record.begin = x.begin;
@@ -153,15 +156,6 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     record.done = 0;
   }
 
-  // Word number `lane` of what all lanes know: one register each while the table's buffer is waited for.
-  __device__ __forceinline__ unsigned own_word(const PassKeys& keys) const {
-    unsigned words[kKeysWords], own = 0;
-    memcpy(words, &keys, sizeof keys);
-#pragma unroll
-    for (int i = 0; i < kKeysWords; ++i) own = lane_ == i ? words[i] : own;
-    return own;
-  }
-
   // The table of a pass, and Q's buffer where there are two. Long waits as a rule: they must not take issue slots from
   // the consumers.
   __device__ __forceinline__ void wait_table(int pass) const {
@@ -169,40 +163,6 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
   }
   __device__ __forceinline__ void wait_queries(int pass) const {
     while (!ptx::mbar_try_wait(bar(meta_.q_empty[pass & 1]), (pass >> 1 & 1) ^ 1)) ptx::nap(40);
-  }
-
-  __device__ __forceinline__ void run_rows() {
-    int count = 0;
-    walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
-      const PartDesc& part = p_.plan->parts[item.part];
-      // All that takes time comes before the buffer is free.
-      Query query[L::kRows / 32];
-#pragma unroll
-      for (int i = 0; i < L::kRows / 32; ++i) query[i] = fetch_query(item, part, first + i * 32 + lane_);
-      KvList list;
-      Tile tile;
-      const Bounds bounds = make_bounds(item, part, head, list, tile);
-      const PassKeys keys = {list, part.block, tile.live_low, tile.live_high};
-      const unsigned word = own_word(keys);
-      const int id = fetch_block(keys.block, list, tile, bounds.begin);
-      Entry entry[L::kRows / 32];
-#pragma unroll
-      for (int i = 0; i < L::kRows / 32; ++i) {
-        entry[i] = make_row(item, part, head, first, i * 32 + lane_, query[i]);
-      }
-      wait_table(count);
-      write_pass(item, bounds, head, first, count);
-      if (lane_ < kKeysWords) reinterpret_cast<unsigned*>(&meta_.keys[L::table(count)])[lane_] = word;
-      meta_.first_id[L::table(count)][lane_] = id;
-#pragma unroll
-      for (int i = 0; i < L::kRows / 32; ++i) write_row(entry[i], bounds, head, first, i * 32 + lane_, count);
-      ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
-      look_ahead(item);
-      ++count;
-    });
-    wait_table(count);
-    if (lane_ == 0) meta_.pass[L::table(count)].done = 1;
-    ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
   }
 
   // Where there is one buffer of Q: the half of a warpgroup is free for pass `count`.
@@ -238,45 +198,6 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     }
     gather_any<L::kDim, L::kSlabQ, 2, false>(vector_queries(), p_.q, tile, row,
                                              query_offset(item, part, head, first + row + lane_), lane_);
-  }
-
-  __device__ __forceinline__ void run_queries() {
-    int count = 0;
-    walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
-      const PartDesc& part = p_.plan->parts[item.part];
-#pragma unroll 1
-      for (int row = lane_; row < L::kRows; row += 32) {
-        const long long at = query_offset(item, part, head, first + row);
-        if (at != kNoRow) ptx::prefetch_l2<L::kDim * 2>(p_.q + at * 2);
-      }
-      if constexpr (L::kBuffersQ == 1) {
-#pragma unroll 1
-        for (int group = 0; group < L::kGroups; ++group) bring_half(item, part, head, first, group, count);
-        ++count;
-        return;
-      }
-      const char* at;
-      const bool even = evenly(item, part, head, first, 0, L::kRows, at);  // before the wait: it reads the plan
-      wait_queries(count);
-#pragma unroll 1
-      for (int row = 0; row < L::kRows; row += 32) copy_queries(even, at, item, part, head, first, row, count);
-      ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
-      ptx::fence_proxy_async();
-      ptx::mbar_arrive_warp(arrived_q(count & 1), lane_);
-      ++count;
-    });
-  }
-
-  __device__ __forceinline__ void bring_half(const WorkItem& item, const PartDesc& part, int head, int first, int group,
-                                             int count) const {
-    wait_half(group, count);
-#pragma unroll 1
-    for (int row = group * 64; row < group * 64 + 64; row += 32) copy_queries(item, part, head, first, row, 0);
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
-    ptx::fence_proxy_async();
-    ptx::mbar_arrive_warp(arrived_half(group), lane_);
   }
 
   __device__ __forceinline__ bool vector_queries() const {
