@@ -15,7 +15,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   using Base::context, Base::kO, Base::lane_, Base::meta_, Base::p_, Base::params_, Base::row_of;
   using Base::scale_;
 
-  // What is known of a leaf before its last product: after this its pass's tables are not read any more.
+  // What is known of a leaf before its last product: after find_places its pass's tables are not read any more.
   enum class Fate { nothing, state, rows };
   struct Closing {
     Fate fate;
@@ -47,6 +47,14 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
       closing.l[half] = x;
       closing.m[half] = Variant::use_softmax ? __fmul_rn(m[half], scale_) : m[half];
     }
+    if constexpr (!Config::folds) find_places(closing, pass, leaf);
+  }
+
+  // Where the leaf's rows go, and what divides them. With folds as late as it can be, so that it waits in no register
+  // while the next scores become weights: a spilled register comes back from memory.
+  __device__ __forceinline__ void find_places(Closing& closing, int pass, int leaf) const {
+    const PassRecord& record = meta_.pass[L::table(pass)];
+    const WorkItem& item = record.item;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row_of(half);
@@ -65,7 +73,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
             record.head * Config::group + row % Config::group;
       }
     }
-    if (closing.fate == Fate::rows && !closing.folds) divide(closing);
+    if (closing.fate == Fate::rows) divide(closing);
   }
 
   // What rows are divided by, and their log-sum-exp: even lanes for one row, odd lanes for the other.
@@ -84,32 +92,38 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   }
 
   // ------------------------------------------------------------------ results
-  // Half of a thread's accumulators: those of one of its rows, elements 8 n + 2 (lane % 4) + e at 2 n + e.
-  static constexpr int kPart = kO / 2;
+  // Accumulators of one of a thread's rows, elements 8 n + 2 (lane % 4) + e at 2 n + e, and so many at a time: registers
+  // are full here.
+  static constexpr int kPart = kO / 2, kChunk = 16 < kPart ? 16 : kPart;
 
   // What becomes of a leaf: folded onto those before it, stored as a state, or, at the end of its pass, finished rows.
   // O itself stays as it is: a changed O that came back into the loop by a branch would make ptxas serialise the
   // products (C7514).
-  __device__ __forceinline__ void results(Closing& closing, const float (&o)[kO], float* total) const {
+  __device__ __forceinline__ void results(Closing& closing, int pass, int leaf, const float (&o)[kO],
+                                          float* total) const {
     Fold fold[2];
     if constexpr (Config::folds) {
+      if (pass < 0) return;
       if (closing.folds) fold_heads(closing, fold, total);
+      find_places(closing, pass, leaf);
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float x[kPart];
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) x[i] = o[i / 2 * 4 + 2 * half + i % 2];
-      if constexpr (Config::folds) {
-        if (closing.folds) fold_half(closing, fold[half], half, x, total + half * kPart);
+      for (int first = 0; first < kPart; first += kChunk) {
+        float x[kChunk];
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) x[i] = o[(first + i) / 2 * 4 + 2 * half + i % 2];
+        if constexpr (Config::folds) {
+          if (closing.folds) fold_chunk(closing, fold[half], x, total + half * kPart + first);
+        }
+        if (closing.fate == Fate::state) store_state(closing, half, first / 2, x);
+        if (closing.fate == Fate::rows) finish(closing, half, first / 2, x);
       }
-      if (closing.fate == Fate::state) store_state(closing, half, x);
-      if (closing.fate == Fate::rows) finish(closing, half, x);
-    }
   }
 
-  // Leaf onto total, in local memory but for what the last leaf leaves: last m and l, by row. Memory is two thousand
-  // cycles away and more, so that all is asked for before any of it is used.
+  // Leaf onto total, in local memory but for what the last leaf leaves: last m and l, by row. Memory is a
+  // thousand cycles away, so that several words are asked for before one is used.
   __device__ __forceinline__ void fold_heads(Closing& closing, Fold (&fold)[2], float* total) const {
     float4* const heads = reinterpret_cast<float4*>(total + kO);
     const float4 x = closing.first ? make_float4(neg_inf(), neg_inf(), 0.0f, 0.0f) : *heads;
@@ -120,17 +134,16 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
       closing.l[half] = fold[half].l;
     }
     if (closing.fate == Fate::nothing) *heads = make_float4(closing.m[0], closing.m[1], closing.l[0], closing.l[1]);
-    if (closing.fate == Fate::rows) divide(closing);
   }
-  __device__ __forceinline__ void fold_half(const Closing& closing, const Fold& fold, int half, float (&x)[kPart],
-                                            float* total) const {
+  __device__ __forceinline__ void fold_chunk(const Closing& closing, const Fold& fold, float (&x)[kChunk],
+                                             float* total) const {
     float4* const memory = reinterpret_cast<float4*>(total);
     if (!closing.first) {
-      float4 before[kPart / 4];
+      float4 before[kChunk / 4];
 #pragma unroll
-      for (int i = 0; i < kPart / 4; ++i) before[i] = memory[i];
+      for (int i = 0; i < kChunk / 4; ++i) before[i] = memory[i];
 #pragma unroll
-      for (int i = 0; i < kPart / 4; ++i) {
+      for (int i = 0; i < kChunk / 4; ++i) {
         x[4 * i] = fold_acc(fold, before[i].x, x[4 * i]);
         x[4 * i + 1] = fold_acc(fold, before[i].y, x[4 * i + 1]);
         x[4 * i + 2] = fold_acc(fold, before[i].z, x[4 * i + 2]);
@@ -139,21 +152,21 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     }
     if (closing.fate != Fate::nothing) return;
 #pragma unroll
-    for (int i = 0; i < kPart / 4; ++i) {
+    for (int i = 0; i < kChunk / 4; ++i) {
       memory[i] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
     }
   }
 
-  __device__ __forceinline__ void store_state(const Closing& closing, int half, const float (&x)[kPart]) const {
+  __device__ __forceinline__ void store_state(const Closing& closing, int half, int group, const float (&x)[kChunk]) const {
     const long long at = closing.to[half];
     if (at == kNothing) return;
-    if (lane_ % 4 == 0) {
+    if (group == 0 && lane_ % 4 == 0) {
       reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(closing.m[half], closing.l[half]);
     }
     float* to = p_.plan->partial_acc + at * L::kDimVo + lane_ % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < L::kDimVo / 8; ++n) {
-      *reinterpret_cast<float2*>(to + n * 8) = make_float2(x[2 * n], x[2 * n + 1]);
+    for (int n = 0; n < kChunk / 2; ++n) {
+      *reinterpret_cast<float2*>(to + (group + n) * 8) = make_float2(x[2 * n], x[2 * n + 1]);
     }
   }
 
@@ -166,36 +179,37 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
 
   // Divides and writes rows: 16 bytes at a time where the output allows it, else element by element, in code of its
   // own: a branch inside the loop cost more than everything else here.
-  __device__ __forceinline__ void finish(const Closing& closing, int half, const float (&x)[kPart]) const {
+  __device__ __forceinline__ void finish(const Closing& closing, int half, int group, const float (&x)[kChunk]) const {
     if constexpr (kBytes<Config::out_type> == 2) {
       const bool vectors =
           ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
-      if (vectors) return store_rows(closing, half, x);
+      if (vectors) return store_rows(closing, half, group, x);
     }
     if (closing.to[half] == kNothing) return;
     auto* out = reinterpret_cast<typename Bits<Config::out_type>::type*>(p_.out) + closing.to[half] + lane_ % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < L::kDimVo / 8; ++n)
+    for (int n = 0; n < kChunk / 2; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float y = finished(closing.ctx[half], closing.row[half], n * 8 + lane_ % 4 * 2 + e, x[2 * n + e]);
-        out[n * 8 + e] = from_float<Config::out_type>(y);
+        const int col = (group + n) * 8 + e;
+        const float y = finished(closing.ctx[half], closing.row[half], col + lane_ % 4 * 2, x[2 * n + e]);
+        out[col] = from_float<Config::out_type>(y);
       }
   }
 
   // A quad holds four columns' worth of 16 bytes in pairs of elements: a 4 x 4 transposition among its lanes gives each
   // lane 16 bytes of its own.
-  __device__ __forceinline__ void store_rows(const Closing& closing, int half, const float (&x)[kPart]) const {
+  __device__ __forceinline__ void store_rows(const Closing& closing, int half, int group, const float (&x)[kChunk]) const {
     const int lane = lane_ % 4;
     constexpr ptx::Half16 kOut = kHalf<Config::out_type>;
     const float inverse = closing.row[half].inverse;
     char* out = p_.out + closing.to[half] * 2 + lane * 16;
 #pragma unroll
-    for (int n = 0; n < L::kDimVo / 8; n += 4) {
+    for (int n = 0; n < kChunk / 2; n += 4) {
       unsigned y[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int at = 2 * (n + i), col = (n + i) * 8 + lane * 2;
+        const int at = 2 * (n + i), col = (group + n + i) * 8 + lane * 2;
         if constexpr (Variant::has_output) {
           y[i] = ptx::pack2<kOut>(finished(closing.ctx[half], closing.row[half], col, x[at]),
                                   finished(closing.ctx[half], closing.row[half], col + 1, x[at + 1]));
@@ -209,7 +223,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
       transpose<2>(y[0], y[2]);
       transpose<2>(y[1], y[3]);
       if (closing.to[half] != kNothing) {
-        *reinterpret_cast<uint4*>(out + n * 16) = make_uint4(y[0], y[1], y[2], y[3]);
+        *reinterpret_cast<uint4*>(out + (group + n) * 16) = make_uint4(y[0], y[1], y[2], y[3]);
       }
     }
   }
