@@ -94,7 +94,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   // ------------------------------------------------------------------ results
   // Accumulators of one of a thread's rows, elements 8 n + 2 (lane % 4) + e at 2 n + e, and so many at a time: registers
   // are full here.
-  static constexpr int kPart = kO / 2, kChunk = 16 < kPart ? 16 : kPart;
+  static constexpr int kPart = kO / 2, kMost = L::kHooks ? 8 : 16, kChunk = kMost < kPart ? kMost : kPart;
 
   // What becomes of a leaf: folded onto those before it, stored as a state, or, at the end of its pass, finished rows.
   // O itself stays as it is: a changed O that came back into the loop by a branch would make ptxas serialise the
