@@ -37,13 +37,13 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   // One iteration per tile: the scores of the next tile, whatever row block it belongs to, then the last product of
   // this one. A row block is written after the first weights of its successor: there is no stop between blocks. What
   // needs no scores (masks as bits, the next block's rows, the end of a leaf) runs under the product that makes them.
-  // The first iteration closes a block that does not exist (tile and pass -1): it multiplies by whatever weights what
-  // lies in V's buffer, and nobody looks. So there is one copy of the code of a tile that is not whole. It is run once
-  // before (`dry`) while the first keys are on their way, because code comes from memory, too.
+  // The first iteration closes a block that does not exist (tile and pass -1): it multiplies by weights of 0 whatever
+  // lies in V's buffer, and nobody looks. So there is one copy of the code of a tile that is not whole.
   __device__ __forceinline__ void run() {
     tile_ = -1;
     pass_ = -1;
     if (group_ == L::kGroups - 1) turn_end();  // warpgroup 0 goes first
+    if (!open_pass(0)) return;
     float s[kS], o[kO], m[2] = {neg_inf(), neg_inf()}, l[2] = {0.0f, 0.0f}, top[2] = {0.0f, 0.0f}, shrink[2];
     alignas(16) float total[Config::folds ? kO + 4 : 4];  // only items of several leaves touch it
     if constexpr (Config::folds) ptx::in_memory(total);
@@ -51,7 +51,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     Row rows[2];
     View view;
     int leaf = 0, offset = 0, stop = 0;
-    bool add = false, dry = true;
+    bool add = false;
 #pragma unroll
     for (int i = 0; i < kS / 2; ++i) w[i] = 0;
 #pragma unroll 1
@@ -63,13 +63,12 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       }
       // The next tile: of this leaf, of the next leaf of this pass, or of the next pass.
       const int pass = pass_;
-      bool ends = false, more = !dry;
+      bool ends = false, more = true;
       const bool closes = offset >= stop;
       if (closes) {
         const WorkItem& item = record().item;
         ends = pass < 0 || leaf + 1 >= item.leaf_end - item.leaf_begin;
-        if (dry) {
-        } else if (ends) {
+        if (ends) {
           ++pass_;
           more = open_pass(pass_);
           offset = record().begin;
@@ -121,7 +120,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       weights(s, w, l, top, shrink);
       ATTNRT_TRACE(group_, tile_, 6);
       add = !closes;
-      tile_ += dry ? 0 : 1;
+      ++tile_;
       if (!closes) {
         rescale(o, shrink);
         continue;
@@ -129,8 +128,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       results(closing, pass, leaf, o, total);
       if (Config::folds && ends && pass >= 0) release(meta_.table_empty[L::table(pass)]);
       leaf = ends ? 0 : leaf + 1;
-      if (!more && !dry) break;
-      dry = false;
+      if (!more) break;
     }
   }
 

@@ -27,22 +27,17 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
 
   // ------------------------------------------------------------------ the warp that reads the plan
   __device__ __forceinline__ void run_rows() {
-    const PlanHeader& plan = *p_.plan;
-    // At the start all comes from memory: what depends on nothing is asked for together.
-    const Words<sizeof(plan.rulers)> rulers = words_of<sizeof(plan.rulers)>(&plan.rulers);
-    const Words<sizeof(PartDesc)> first_part = words_of<sizeof(PartDesc)>(&plan.parts[0]);
-    const bool solid = plan.solid;
-    const int* const lists = plan.worker_indptr + plan.num_workers + plan.wide_workers + blockIdx.x;
+    const int* const lists = p_.plan->worker_indptr + p_.plan->num_workers + p_.plan->wide_workers + blockIdx.x;
     const int begin = lists[0], end = lists[1];
-    put_words(&meta_.rulers, rulers);
-    open_part(first_part);
-    int word = item_word(begin, end), part = 0, count = 0;
+    const bool solid = p_.plan->solid;
+    copy_words(meta_.rulers, p_.plan->rulers);
+    int word = item_word(begin, end), part = -1, count = 0;
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
       const int now = word;
       word = item_word(i + 1, end);
       const WorkItem item = item_of(now);
-      if (item.part != part) open_part(words_of<sizeof(PartDesc)>(&plan.parts[part = item.part]));
+      if (item.part != part) open_part(part = item.part);
       const int rows = (item.q_end - item.q_begin) * Config::group;
 #pragma unroll 1
       for (int head = item.head_begin; head < item.head_end; ++head) {
@@ -143,29 +138,13 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
   // offset, first and last live key.
   enum { kFirst, kNext, kBase, kBaseHigh, kPos, kOffset, kBegin, kEnd };
 
-  // Words of global memory on their way to shared memory, 32 lanes to a row.
-  template <int kSize>
-  struct Words {
-    static_assert(kSize % 4 == 0, "words");
-    static constexpr int kCount = kSize / 4, kRows = (kCount + 31) / 32;
-    int x[kRows];
-  };
-  template <int kSize>
-  __device__ __forceinline__ Words<kSize> words_of(const void* from) const {
-    Words<kSize> words;
-#pragma unroll
-    for (int i = 0; i < words.kRows; ++i) {
-      words.x[i] = i * 32 + lane_ < words.kCount ? static_cast<const int*>(from)[i * 32 + lane_] : 0;
-    }
-    return words;
-  }
-  template <int kSize>
-  __device__ __forceinline__ void put_words(void* to, const Words<kSize>& words) const {
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < words.kRows; ++i) {
-      if (i * 32 + lane_ < words.kCount) static_cast<int*>(to)[i * 32 + lane_] = words.x[i];
-    }
+  // Copies words from global memory to shared memory.
+  template <class T>
+  __device__ __forceinline__ void copy_words(T& to, const T& from) const {
+    static_assert(sizeof(T) % 4 == 0, "words");
+    const int* source = reinterpret_cast<const int*>(&from);
+    int* target = reinterpret_cast<int*>(&to);
+    for (int i = lane_; i < static_cast<int>(sizeof(T) / 4); i += 32) target[i] = source[i];
     __syncwarp();
   }
 
@@ -181,8 +160,9 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
             get(13)};
   }
 
-  __device__ __forceinline__ void open_part(const Words<sizeof(PartDesc)>& part) {
-    put_words(&meta_.part, part);
+  __device__ __forceinline__ void open_part(int part) {
+    __syncwarp();
+    copy_words(meta_.part, p_.plan->parts[part]);
     const PartDesc& x = meta_.part;
     const int* base = reinterpret_cast<const int*>(x.kv_base);
     mine_ = lane_ <= kNext                       ? x.indptr
@@ -229,7 +209,6 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
     Bounds bounds = bounds_of(list, tile);
     leaf_range<L::kTile>(meta_.rulers[item.klass], item.kv_begin, item.kv_end, item.leaf_begin, bounds.begin,
                          bounds.stop);
-    if (count == 0) ask(item, part, list, tile, bounds, head, first);
     ATTNRT_TRACE(3, count, 1);
     wait_table(count);
     ATTNRT_TRACE(3, count, 2);
@@ -254,32 +233,6 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
     }
     ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
     ATTNRT_TRACE(3, count, 3);
-  }
-
-  // Asks for the first pass's first tiles and Q in L2 while its table is written.
-  __device__ __forceinline__ void ask(const WorkItem& item, const PartDesc& part, const KvList& list, Tile tile,
-                                      const Bounds& bounds, int head, int first) const {
-    tile.offset = bounds.begin;
-    int pos, token, page;
-    const int id = fetch_block(part.block, list, tile, tile.offset);
-    const long long slot = slot_in(part.block, list, tile.offset, id, pos);
-    if (slot >= 0 && lane_ < kMostAhead) {
-      constexpr int kBox = 128 / L::kElementKv;
-      locate(maps_.page_k, slot, token, page);
-#pragma unroll 1
-      for (int c = 0; c < L::kDim; c += kBox) ptx::tma_prefetch_4d(&maps_.k, c, token, head, page);
-      locate(maps_.page_v, slot, token, page);
-#pragma unroll 1
-      for (int c = 0; c < L::kDimVo; c += kBox) ptx::tma_prefetch_4d(&maps_.v, c, token, head, page);
-    }
-    ask_queries(item, part, head, first);
-  }
-  __device__ __forceinline__ void ask_queries(const WorkItem& item, const PartDesc& part, int head, int first) const {
-#pragma unroll 1
-    for (int row = lane_; row < L::kRows; row += 32) {
-      const long long at = query_offset(item, part, head, first + row);
-      if (at != kNoRow) ptx::prefetch_l2<L::kDim * 2>(p_.q + at * 2);
-    }
   }
 
   // The first tile of pass `count`.
@@ -321,7 +274,11 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
     const PassRecord& pass = meta_.pass[L::table(count)];
     PartDesc part;
     part.qo_index = meta_.keys[L::table(count)].qo_index;
-    ask_queries(pass.item, part, pass.head, pass.first);
+#pragma unroll 1
+    for (int row = lane_; row < L::kRows; row += 32) {
+      const long long at = query_offset(pass.item, part, pass.head, pass.first + row);
+      if (at != kNoRow) ptx::prefetch_l2<L::kDim * 2>(p_.q + at * 2);
+    }
   }
 
   __device__ __forceinline__ void bring_half(const PassRecord& pass, const PartDesc& part, int group, int count) const {
