@@ -282,5 +282,5 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         if hopper and config.q_blocks
         else 0.0,
         state=8.0 * (spec.head_dim_vo + 2) / key_bytes,
-        repeated=0.5,
+        repeated=0.4,
     )
