@@ -62,7 +62,7 @@ PRINT: dict[str, Rule] = {
     "le": _sign("<="),
     "log": _call("f_log"),
     "log2": _call("f_log2"),
-    "logistic": _call("f_logistic"),
+    "logistic": lambda dtype, a: f"f_logistic({a[0]}, p)",
     "lt": _sign("<"),
     "max": _call("max_of"),
     "min": _call("min_of"),
@@ -137,7 +137,9 @@ class _Printer:
             return f"element<{CPP_TYPE[node.dtype]}>({', '.join([self.slot(node.attr), *args])})"
         if node.op == "cast":
             if node.dtype == FLOAT and node.args[0].dtype == INT:
-                return f"to_float({args[0]}, p)"
+                if len(args) == 2:  # a fused difference
+                    return f"distance({args[0]}, {args[1]}, p)"
+                return f"to_float({args[0]})"
             if node.dtype == FLOAT or node.args[0].dtype != FLOAT:
                 return f"static_cast<{CPP_TYPE[node.dtype]}>({args[0]})"
             return f"float_to_int({args[0]})"
@@ -147,13 +149,32 @@ class _Printer:
             return f"{args[0]}.{node.op}"
         return PRINT[node.op](node.dtype, args)
 
+    def sum(self, node: Node, fused: dict[int, int], names: dict[int, str]) -> str | None:
+        """Text of a sum or difference whose product is rounded with it, once (on a device)."""
+        if id(node) not in fused or node.op == "cast":
+            return None
+        product = next(a for a in node.args if id(a) == fused[id(node)])
+        other = node.args[1] if product is node.args[0] else node.args[0]
+        x, y = (names[id(a)] for a in product.args)
+        z = names[id(other)]
+        if node.op == "sub":
+            x, z = (f"-{x}", z) if other is node.args[0] else (x, f"-{z}")
+        return f"mul_add({x}, {y}, {z})"
+
     def body(self, roots: Iterable[Node], given: dict[int, str]) -> tuple[list[str], list[str]]:
         """Statements that compute ``roots``, and the names of their values; ``given`` names what is known."""
         names = dict(given)
         lines: list[str] = []
-        for node in _needed(tuple(roots), given):
-            args = [names[id(a)] for a in node.args]
-            text = self.expression(node, args)
+        roots = tuple(roots)
+        needed = _needed(roots, given)
+        fused = _fused(needed, given, {id(r) for r in roots})
+        for node in needed:
+            if id(node) in fused.values():
+                continue
+            text = self.sum(node, fused, names)
+            if text is None:
+                operands = node.args[0].args if id(node) in fused else node.args
+                text = self.expression(node, [names[id(a)] for a in operands])
             if _is_leaf(node):
                 names[id(node)] = text
                 continue
@@ -176,6 +197,32 @@ def _needed(roots: tuple[Node, ...], given: dict[int, str]) -> list[Node]:
             stack.append((node, True))
             stack.extend((a, False) for a in reversed(node.args))
     return order
+
+
+def _fused(nodes: list[Node], given: dict[int, str], roots: set[int]) -> dict[int, int]:
+    """Operands that are printed with what uses them, being of no other use, both by id: a product in a sum of floats, and the
+    difference between a key's position and a number of its row in a conversion to float."""
+    uses: dict[int, int] = {}
+    for node in nodes:
+        for arg in node.args:
+            uses[id(arg)] = uses.get(id(arg), 0) + 1
+    found = {}
+    for node in nodes:
+        if node.dtype != FLOAT or node.op not in ("add", "sub", "cast"):
+            continue
+        for arg in node.args:
+            own = uses[id(arg)] == 1 and id(arg) not in roots and id(arg) not in given
+            if own and (_is_distance(arg) if node.op == "cast" else arg.op == "mul" and arg.dtype == FLOAT):
+                found[id(node)] = id(arg)
+                break
+    return found
+
+
+def _is_distance(node: Node) -> bool:
+    if node.op != "sub" or node.dtype != INT:
+        return False
+    pos, other = node.args
+    return pos.op == "ctx" and pos.attr == "kv_pos" and other.level <= ROW
 
 
 def _row_values(roots: list[Node]) -> list[Node]:
@@ -203,7 +250,9 @@ def print_variant(variant: Composed, name: str = "Variant") -> str:
         *_flags(variant),
         *_text_functions(variant),
         *_row(printer, row_values, variant.low, variant.high),
+        *_units(variant, per_key, row_names),
         *_logits(printer, variant.logits, row_names),
+        *_reduced(printer, variant, row_names),
         *_mask(printer, variant, row_names),
     ]
     for hook, pair in (("query", variant.query), ("key", variant.key_map), ("value", variant.value)):
@@ -251,6 +300,63 @@ def _row(printer: _Printer, values: list[Node], low: Node | None, high: Node | N
     ]
 
 
+def _users(roots: list[Node]) -> dict[int, list[Node]]:
+    users: dict[int, list[Node]] = {}
+    for node in topological(tuple(roots)):
+        for arg in node.args:
+            users.setdefault(id(arg), []).append(node)
+    return users
+
+
+def _units(variant: Composed, roots: list[Node], row_names: dict[int, str]) -> list[str]:
+    """How a kernel may leave out the multiplication of each score by sm_scale, or by a factor of its row: see the header."""
+    users = _users(roots)
+    scores = [n for n in topological(tuple(roots)) if n.op == "input" and n.attr == "score"]
+    of_score = [user for score in scores for user in users.get(id(score), [])]
+
+    def own_factor(product: Node) -> str | None:
+        """The row's value in a product that is of no other use."""
+        found = [a for a in product.args if id(a) in row_names and len(users[id(a)]) == 1]
+        return row_names[id(found[0])] if product.op == "mul" and product.dtype == FLOAT and found else None
+
+    scales = keeps = None
+    if len(of_score) == 1:
+        scales = own_factor(of_score[0])
+        if of_score[0] is variant.logits and variant.logits.op == "add" and variant.use_softmax:
+            keeps = next((own_factor(a) for a in variant.logits.args if a.op == "mul"), None)
+    factor = _positive_factor(variant)
+    statement = f"{scales} = {scales} * by;" if scales else f"{keeps} = {keeps} / by;" if keeps else ""
+    return [
+        f"  static constexpr bool scales_score = {'true' if scales else 'false'};",
+        f"  static constexpr bool keeps_units = {'true' if keeps else 'false'};",
+        f"  static constexpr bool row_units = {'false' if factor is None else 'true'};",
+        "  ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {",
+        *([f"    {statement}"] if statement else []),
+        "  }",
+        "  ATTNRT_HD static float unit([[maybe_unused]] const Row& r) {",
+        f"    return {'1.0f' if factor is None else row_names[id(factor)]};",
+        "  }",
+    ]
+
+
+def _positive_factor(variant: Composed) -> Node | None:
+    """A parameter above 0 that the final logit is a multiple of."""
+    root = variant.logits
+    if root is None or root.op != "mul" or root.dtype != FLOAT or not variant.use_softmax:
+        return None
+    positive = {p.name for p in variant.params if p.rule == "positive"}
+    return next((a for a in root.args if a.op == "param" and a.attr in positive), None)
+
+
+def _reduced(printer: _Printer, variant: Composed, row_names: dict[int, str]) -> list[str]:
+    factor = _positive_factor(variant)
+    if factor is None or variant.logits is None:
+        return []
+    other = variant.logits.args[1] if variant.logits.args[0] is factor else variant.logits.args[0]
+    lines, names = printer.body([other], row_names)
+    return _function("float", "reduced", ROW_ARGS + ", [[maybe_unused]] float s", [*lines, f"    return {names[0]};"])
+
+
 ROW_ARGS = "[[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c"
 
 
@@ -258,7 +364,7 @@ def _logits(printer: _Printer, root: Node | None, row_names: dict[int, str]) -> 
     lines, names = ([], ["s"]) if root is None else printer.body([root], row_names)
     lines.append(f"    return {names[0]};")
     short = ["    return logits(p, row(p, c), c, s);"]
-    quick = any(call in line for call in (" f_tanh(", " to_float(") for line in lines)
+    quick = any(call in line for call in (" f_tanh(", " distance(") for line in lines)
     return [
         f"  static constexpr bool quick_logits = {'true' if quick else 'false'};",
         *_function("float", "logits", ROW_ARGS + ", [[maybe_unused]] float s", lines),

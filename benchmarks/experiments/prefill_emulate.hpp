@@ -362,6 +362,9 @@ inline u32 ld_shared(u32 a) {
 }
 inline void st_shared16(u32 a, const u32 (&x)[4]) { memcpy(emu::at(a), x, 16); }
 inline void ld_shared16(u32 (&x)[4], u32 a) { memcpy(x, emu::at(a), 16); }
+inline void st_shared8(u32 a, const u32 (&x)[2]) { memcpy(emu::at(a), x, 8); }
+inline void ld_shared8(u32 (&x)[2], u32 a) { memcpy(x, emu::at(a), 8); }
+inline void forget() {}
 inline void computed(float, u32) {}
 inline void loaded(int) {}
 inline const char* opaque(const char* p) { return p; }

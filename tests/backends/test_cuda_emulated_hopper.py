@@ -136,9 +136,22 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["window", "sigmoid", "all"])
+@pytest.mark.parametrize("name", ["window", "sigmoid", "all", "softcap"])
 def test_variants(name):
     right(spec(variant=VARIANTS[name]))
+
+
+@pytest.mark.parametrize("scale", [0.2, -0.2])
+def test_a_bias_in_units_of_the_scores(scale):
+    """Positions that run on and are far from 0, ends of tiles and whole ones; scores whose order a negative scale turns round."""
+    s = spec(variant=(v.causal(), v.alibi()), sm_scale=scale)
+    right(s, ([70, 130], [450, 140]), page_size=16)
+
+
+def test_rotation_of_rows_that_begin_anywhere():
+    """One head a group, so that positions run on from row to row: first rows at 113, 249 and 0."""
+    s = spec(num_qo_heads=2, head_dim=128, variant=(v.causal(), v.rope(128)))
+    right(s, ([37, 101, 40], [150, 350, 40]))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@
 //   constexpr bool V::has_logits, has_mask, has_query, has_key, has_value, has_output, has_sink
 //   constexpr bool V::mask_is_interval   visible() says all that mask() says: only tiles that cross an end need mask()
 //   constexpr bool V::reads_index_mask   the kernel ANDs the bits of the index as well
-//   constexpr bool V::quick_logits       logits() calls functions that have quick forms (QuickParams)
+//   constexpr bool V::quick_logits       logits() calls functions that have quick forms (Quick)
 //   constexpr int  V::num_params         length of the parameter table
 //   struct V::Row                        values that are constant along the keys of one query row
 //   Row   V::row(p, c)                   computes them; c.kv_pos and c.kv_slot are not read
+//   constexpr bool V::scales_score       scale(r, sm_scale) lets logits() take q.k itself instead of q.k * sm_scale
+//   constexpr bool V::keeps_units        the same, and what logits() returns is to be multiplied by sm_scale, too
+//   constexpr bool V::row_units          the final logit is unit(r), above 0, times reduced(p, r, c, s)
 //   float V::logits(p, r, c, s)          final logit (weight, if softmax-free) from s = q.k * sm_scale
 //   bool  V::mask(p, r, c)               whether the key is seen
 //   void  V::visible(r, lo, hi)          inclusive interval of kv_pos outside which mask() is false
@@ -392,23 +395,21 @@ ATTNRT_HD float mul_add(float a, float b, float c) {
 }
 
 // Near 0 an odd polynomial (the other form cancels), else 1 - 2 / (e^2|x| + 1). On the device the polynomial is x
-// R(x^2) with the least relative error for |x| < 0.6 (our own fit, 2^-23.7; 2^-22.4 with its roundings), in u = x^2 -
-// 0.36, whose sign says on which side x is. On the host it is Taylor's.
-ATTNRT_HD float tanh_near(float x, float u) {
-  float r = 0.0154754934f;
-  r = mul_add(r, u, -0.0298168237f);
-  r = mul_add(r, u, 0.0888658381f);
-  r = mul_add(r, u, -0.254858818f);
-  r = mul_add(r, u, 0.895082677f);
+// R(x^2) with the least relative error for |x| < TANH_NEAR (our own fit, 2^-22.7; 2^-22.0 with its roundings): of as few
+// terms as keep a logit right to 1e-5. On the host it is Taylor's.
+constexpr float TANH_NEAR = 0.42f;
+ATTNRT_HD float tanh_near(float x) {
+  const float u = x * x;
+  float r = mul_add(u, -0.0469568074f, 0.13258405f);
+  r = mul_add(r, u, -0.333307266f);
+  r = mul_add(r, u, 0.999999881f);
   return x * r;
 }
-ATTNRT_HD float tanh_side(float x) { return mul_add(x, x, -0.36f); }
 ATTNRT_HD float f_tanh(float x) {
   const float a = f_abs(x);
   const float far = 1.0f - divide_absolute(2.0f, exp_absolute(2.0f * a) + 1.0f);
 #if defined(__CUDA_ARCH__)
-  const float u = tanh_side(x);
-  return select(u < 0.0f, tanh_near(x, u), select(x < 0.0f, -far, far));
+  return select(a < TANH_NEAR, tanh_near(x), select(x < 0.0f, -far, far));
 #else
   const float z = x * x;
   float p = -1382.0f / 155925;
@@ -420,41 +421,88 @@ ATTNRT_HD float f_tanh(float x) {
 #endif
 }
 ATTNRT_HD float f_logistic(float x) { return divide_absolute(1.0f, 1.0f + exp_absolute(-x)); }
+#if defined(__CUDA_ARCH__)
+// The same with one result of the exponentials' pipe instead of two: 1 / d for d = 1 + e^-x from the pattern of d (0.0505
+// off) and the polynomial in the error e of that, our own fit of 1 / (1 - e) with the least relative error: 1e-6 with its
+// roundings. Below x = -86 it stays at 2^-125.
+ATTNRT_HD float logistic_without_reciprocal(float x) {
+  float power, t;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(power) : "f"(x * -1.44269504f), "f"(125.0f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(power));
+  const float d = 1.0f + t, r = __uint_as_float(0x7ef31000u - __float_as_uint(d)), e = __fmaf_rn(-d, r, 1.0f);
+  float p = __fmaf_rn(e, 1.00255959f, 1.00255972f);
+  p = __fmaf_rn(p, e, 0.99999918f);
+  return r * __fmaf_rn(p, e, 0.99999918f);
+}
+#else
+ATTNRT_HD float logistic_without_reciprocal(float x) { return f_logistic(x); }
+#endif
 ATTNRT_HD float to_float(int x) { return static_cast<float>(x); }
 
 // ---- quick answers -------------------------------------------------------------------------------------------------
-// Printed hooks hand p to functions that have a quick form for the arguments that come as a rule. A kernel may pass
-// QuickParams: the answers are the same to the bit, or `doubt` is raised and none of them holds.
+// Printed hooks hand p to functions that have more than one form. A kernel that computes many scores at a time may pass
+// AtKey, and Quick for the arguments that come as a rule: first Quick<true, ...> for all scores of a tile, which only
+// looks at the arguments; if that leaves no doubt, Quick<false, ...> gives the same answers as AtKey, to the bit.
 
 template <class P>
 ATTNRT_HD float f_tanh(float x, const P&) {
   return f_tanh(x);
 }
 template <class P>
-ATTNRT_HD float to_float(int x, const P&) {
-  return to_float(x);
+ATTNRT_HD float f_logistic(float x, const P&) {
+  return f_logistic(x);
+}
+// How far a key's position lies behind a number that is one for the row.
+template <class P>
+ATTNRT_HD float distance(int pos, int from, const P&) {
+  return to_float(isub(pos, from));
+}
+
+// column: a constant of the score at hand, below 2^10, that says which eight keys of its tile it belongs to.
+struct AtKey {
+  const ParamRef* params;
+  int column;
+  ATTNRT_HD const ParamRef& operator[](int i) const { return params[i]; }
+};
+// Three of eight the longer way: neither pipe has to wait for the other.
+ATTNRT_HD float f_logistic(float x, const AtKey& p) {
+  return 0x52 >> p.column / 8 % 8 & 1 ? logistic_without_reciprocal(x) : f_logistic(x);
 }
 
 struct Doubt {
-  unsigned inside = 0xffffffffu;  // bit 31 falls: some argument was not in the range of a polynomial
-  unsigned high = 0;              // bits 23 and up rise: a whole number was too large
-  ATTNRT_HD bool raised() const { return inside >> 31 == 0 || high >> 23; }
+  unsigned high = 0;     // bits 23 and up rise: a distance was too large to be a float with a column added
+  float largest = 0.0f;  // argument of a polynomial
+  ATTNRT_HD bool raised() const { return high >> 23 || !(largest < TANH_NEAR); }
 };
-struct QuickParams {
-  const ParamRef* params;
-  Doubt& doubt;
-  ATTNRT_HD const ParamRef& operator[](int i) const { return params[i]; }
+// kRuns: a thread's keys have positions first + column.
+template <bool kAsks, bool kRuns>
+struct Quick : AtKey {
+  Doubt* doubt;
+  int first;
 };
-ATTNRT_HD float f_tanh(float x, const QuickParams& p) {
-  const float u = tanh_side(x);
-  p.doubt.inside &= float_to_bits(u);
-  return tanh_near(x, u);
+template <bool kAsks, bool kRuns>
+ATTNRT_HD float f_tanh(float x, const Quick<kAsks, kRuns>& p) {
+  if constexpr (kAsks) p.doubt->largest = ATTNRT_LIBM(fmaxf)(p.doubt->largest, f_abs(x));
+#if defined(__CUDA_ARCH__)
+  return tanh_near(x);
+#else
+  return f_tanh(x);
+#endif
 }
-// For |x| < 2^22, by the mantissa of 1.5 * 2^23 + x: conversions are as slow as exponentials.
-ATTNRT_HD float to_float(int x, const QuickParams& p) {
-  const unsigned bits = static_cast<unsigned>(x) + 0x4b400000u;
-  p.doubt.high |= bits ^ 0x4b000000u;
-  return bits_to_float(bits) - 12582912.0f;
+template <bool kAsks, bool kRuns>
+ATTNRT_HD float f_logistic(float x, const Quick<kAsks, kRuns>& p) {
+  return f_logistic(x, static_cast<const AtKey&>(p));
+}
+// One addition a key: what is converted is one number for the row and the tile.
+template <bool kAsks, bool kRuns>
+ATTNRT_HD float distance(int pos, int from, const Quick<kAsks, kRuns>& p) {
+  if constexpr (kRuns) {
+    const int rest = isub(p.first, from);
+    if constexpr (kAsks) p.doubt->high |= static_cast<unsigned>(iadd(rest, 0x400000));
+    return to_float(rest) + static_cast<float>(p.column);
+  } else {
+    return to_float(isub(pos, from));
+  }
 }
 
 }  // namespace attnrt

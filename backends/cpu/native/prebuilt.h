@@ -19,6 +19,14 @@ struct Full {
   template <class P> ATTNRT_HD static Row row([[maybe_unused]] const P& p, [[maybe_unused]] const Ctx& c) {
     return Row{};
   }
+  static constexpr bool scales_score = false;
+  static constexpr bool keeps_units = false;
+  static constexpr bool row_units = false;
+  ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {
+  }
+  ATTNRT_HD static float unit([[maybe_unused]] const Row& r) {
+    return 1.0f;
+  }
   static constexpr bool quick_logits = false;
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
     return s;
@@ -73,6 +81,14 @@ struct Causal {
   struct Row { int high; };
   template <class P> ATTNRT_HD static Row row([[maybe_unused]] const P& p, [[maybe_unused]] const Ctx& c) {
     return Row{c.qo_pos};
+  }
+  static constexpr bool scales_score = false;
+  static constexpr bool keeps_units = false;
+  static constexpr bool row_units = false;
+  ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {
+  }
+  ATTNRT_HD static float unit([[maybe_unused]] const Row& r) {
+    return 1.0f;
   }
   static constexpr bool quick_logits = false;
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
@@ -140,6 +156,14 @@ struct CausalWindow {
     const int t8 = min_of(c.qo_pos, t7);
     return Row{t3, t8};
   }
+  static constexpr bool scales_score = false;
+  static constexpr bool keeps_units = false;
+  static constexpr bool row_units = false;
+  ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {
+  }
+  ATTNRT_HD static float unit([[maybe_unused]] const Row& r) {
+    return 1.0f;
+  }
   static constexpr bool quick_logits = false;
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
     return s;
@@ -198,6 +222,15 @@ struct CausalSoftcap {
     const float t1 = 1.0f / t0;
     return Row{t1, t0, c.qo_pos};
   }
+  static constexpr bool scales_score = true;
+  static constexpr bool keeps_units = false;
+  static constexpr bool row_units = true;
+  ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {
+    r.v0 = r.v0 * by;
+  }
+  ATTNRT_HD static float unit([[maybe_unused]] const Row& r) {
+    return r.v1;
+  }
   static constexpr bool quick_logits = true;
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
     const float t0 = s * r.v0;
@@ -207,6 +240,11 @@ struct CausalSoftcap {
   }
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, const Ctx& c, float s) {
     return logits(p, row(p, c), c, s);
+  }
+  template <class P> ATTNRT_HD static float reduced([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
+    const float t0 = s * r.v0;
+    const float t1 = f_tanh(t0, p);
+    return t1;
   }
   template <class P> ATTNRT_HD static bool mask([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c) {
     return (c.kv_pos <= r.high);

@@ -254,11 +254,11 @@ class HopperConsumer : public HopperResults<Config, Variant> {
 
   __device__ __forceinline__ void wait_k(int t) const {
     ptx::mbar_wait(bar(meta_.k_full[t % L::kStages]), t / L::kStages & 1);
-    if constexpr (Loader::kConsumersFence) ptx::fence_proxy_async();
+    if constexpr (Loader::kConsumersFence && !L::kRewritesK) ptx::fence_proxy_async();  // else the rewriter has
   }
   __device__ __forceinline__ void wait_v(int t) const {
     ptx::mbar_wait(bar(meta_.v_full[t % L::kStages]), t / L::kStages & 1);
-    if constexpr (Loader::kConsumersFence) ptx::fence_proxy_async();
+    if constexpr (Loader::kConsumersFence && !L::kRewritesV) ptx::fence_proxy_async();
   }
   __device__ __forceinline__ void release(const unsigned long long& empty) const {
     // lane 0 speaks for lanes that may still be reading the key table
@@ -274,7 +274,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     } else {
       ptx::mbar_wait(bar(meta_.q_full[pass & 1]), pass >> 1 & 1);
     }
-    if constexpr (Loader::kConsumersFence) ptx::fence_proxy_async();
+    if constexpr (Loader::kConsumersFence && !L::kRewritesQ) ptx::fence_proxy_async();
     return true;
   }
 

@@ -67,8 +67,9 @@ struct HopperLayout {
   static_assert(kDim % 64 == 0 && kDimVo % 64 == 0, "slabs of 64 elements");
   static constexpr int kMaskRows = Variant::reads_index_mask ? kRows : 2;
   static constexpr bool kNeedsSlots =
-      Variant::has_logits || !Variant::mask_is_interval || Variant::has_key || Variant::has_value;
-  static constexpr bool kNeedsKeys = kNeedsSlots;  // the table of keys, whatever the list
+      Variant::has_logits || !Variant::mask_is_interval || (Variant::has_key && !kTurns) || Variant::has_value;
+  // The table of keys, whatever the list.
+  static constexpr bool kNeedsKeys = kNeedsSlots || Variant::has_key;
 
   static constexpr int kSlabQ = kRows * 128;  // bytes of one slab
   static constexpr int kSlabKv = kTile * 128;
@@ -164,7 +165,7 @@ struct HopperMeta {
   unsigned long long k_full[L::kStages], k_empty[L::kStages];
   unsigned long long v_full[L::kStages], v_empty[L::kStages];
   unsigned long long patch;
-  alignas(16) float2 turns[L::kTurns ? 8 * L::kTurnPairs : 1];  // (cosine, sine) of positions 0 to 7
+  alignas(16) float2 turns[L::kTurns ? 14 * L::kTurnPairs : 1];  // TurnTable of hopper_rewrite.cuh
   // What is loaded but still to be rewritten; q_raw by buffer, or by half where there is one.
   unsigned long long q_raw[L::kRewritesQ ? 2 : 1];
   unsigned long long k_raw[L::kRewritesK ? L::kStages : 1], v_raw[L::kRewritesV ? L::kStages : 1];

@@ -55,12 +55,23 @@ ATTNRT_DEV void ld_shared16(u32 (&x)[4], u32 addr) {
                : "memory");
 }
 
+// The same for 8 bytes.
+ATTNRT_DEV void st_shared8(u32 addr, const u32 (&x)[2]) {
+  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(addr), "r"(x[0]), "r"(x[1]) : "memory");
+}
+ATTNRT_DEV void ld_shared8(u32 (&x)[2], u32 addr) {
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(addr) : "memory");
+}
+
 // Does nothing for x >= -1, but as a store that might happen it keeps ptxas from moving what x depends on below the
 // next synchronising instruction.
 ATTNRT_DEV void computed(float x, u32 addr) {
   asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0fBF800000; @p st.shared.b32 [%1], %0;}" ::"f"(x), "r"(addr)
                : "memory");
 }
+
+// The compiler reads again what it has read from memory before, instead of keeping it.
+ATTNRT_DEV void forget() { asm volatile("" ::: "memory"); }
 
 // Asks for `kBytes` from an address on in L2.
 template <int kBytes>

@@ -13,7 +13,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
  protected:
   using Base::Base;
   using Base::context, Base::kO, Base::lane_, Base::meta_, Base::p_, Base::params_, Base::row_of;
-  using Base::scale_;
+  using Base::unit;
 
   // What is known of a leaf before its last product: after find_places its pass's tables are not read any more.
   enum class Fate { nothing, state, rows };
@@ -45,7 +45,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
         x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, 2));
       }
       closing.l[half] = x;
-      closing.m[half] = Variant::use_softmax ? __fmul_rn(m[half], scale_) : m[half];
+      closing.m[half] = Variant::use_softmax ? __fmul_rn(m[half], unit(half)) : m[half];
     }
     if constexpr (!Config::folds) find_places(closing, pass, leaf);
   }

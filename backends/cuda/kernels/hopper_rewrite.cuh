@@ -27,48 +27,42 @@ __device__ __forceinline__ void widen(unsigned x, unsigned& lo, unsigned& hi) {
   }
 }
 
-// Rows row0 ... row0 + kRows (a warp's own) of an 8-bit tile in the last slabs of a stage, in place. kColumns numbers.
-// A good many loads come before the first conversion: one warp per scheduler has nothing else to hide their latency.
+// Rows row0 ... row0 + kRows (a warp's own, a multiple of 16) of an 8-bit tile in the last slabs of a stage, in place.
+// kColumns numbers. Rows are asked for kAhead steps before they are converted: one warp per scheduler has nothing else
+// to hide a load's latency, and no row is written before all of its lanes have it.
 template <Dtype From, Dtype To, int kColumns, int kSlab, int kRows>
 __device__ __forceinline__ void widen_rows(unsigned tile, int row0, int lane) {
   constexpr int kRaw = (kColumns + 127) / 128;                // slabs of the raw tile
   constexpr int kFirst = kColumns / 64 - kRaw;                // the first of them
   constexpr int kLanes = kColumns < 128 ? kColumns / 16 : 8;  // per row: 16 numbers each, of every raw slab
-  constexpr int kPer = 32 / kLanes;                           // rows per step
-  constexpr int kSteps = 2;  // 8 rows or 16: their low bits are those of the lane and the step
-  static_assert(kRows % (kPer * kSteps) == 0);
+  constexpr int kPer = 32 / kLanes;                           // rows per step: 4 or 8
+  constexpr int kSteps = kRows / kPer, kAhead = 2;
   const int c = lane % kLanes, sub = lane / kLanes;
+  const unsigned rows = tile + (row0 + sub) * 128;
+  unsigned x[kSteps][kRaw][4];
   // Numbers 16c ... of raw slab s become chunks 2c and 2c + 1 of slab 2s + c / 4. Lanes of two slabs meet in a bank: to
   // exchange their words would cost more.
-#pragma unroll 1
-  for (int i = 0; i < kRows; i += kPer * kSteps) {
-    const unsigned rows = tile + (row0 + i + sub) * 128;
-    unsigned x[kSteps][kRaw][4];
 #pragma unroll
-    for (int n = 0; n < kSteps; ++n)
+  for (int n = 0; n < kSteps + kAhead; ++n) {
 #pragma unroll
-      for (int s = 0; s < kRaw; ++s) {
-        const int row = sub + n * kPer;
-        if (s * 8 + c < kColumns / 16) {
-          ptx::ld_shared16(x[n][s], rows + n * kPer * 128 + (kFirst + s) * kSlab + ((c ^ row) & 7) * 16);
-        }
-      }
+    for (int s = 0; s < kRaw; ++s) {
+      if (n >= kSteps || s * 8 + c >= kColumns / 16) continue;
+      ptx::ld_shared16(x[n][s], rows + n * kPer * 128 + (kFirst + s) * kSlab + ((c ^ (sub + n * kPer)) & 7) * 16);
+    }
     __syncwarp();
+    const int m = n - kAhead;
 #pragma unroll
-    for (int n = 0; n < kSteps; ++n)
+    for (int s = 0; s < kRaw; ++s) {
+      if (m < 0 || s * 8 + c >= kColumns / 16) continue;
+      const unsigned to = rows + m * kPer * 128 + (2 * s + c / 4) * kSlab;
 #pragma unroll
-      for (int s = 0; s < kRaw; ++s) {
-        if (s * 8 + c >= kColumns / 16) continue;
-        const unsigned to = rows + n * kPer * 128 + (2 * s + c / 4) * kSlab;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int chunk = (c % 4 * 2 + j) ^ ((sub + n * kPer) & 7);
-          unsigned y[4];
-          widen<From, To>(x[n][s][2 * j], y[0], y[1]);
-          widen<From, To>(x[n][s][2 * j + 1], y[2], y[3]);
-          ptx::st_shared16(to + chunk * 16, y);
-        }
+      for (int j = 0; j < 2; ++j) {
+        unsigned y[4];
+        widen<From, To>(x[m][s][2 * j], y[0], y[1]);
+        widen<From, To>(x[m][s][2 * j + 1], y[2], y[3]);
+        ptx::st_shared16(to + ((c % 4 * 2 + j) ^ ((sub + m * kPer) & 7)) * 16, y);
       }
+    }
   }
 }
 
@@ -136,11 +130,10 @@ __device__ __forceinline__ void map_rows(unsigned tile, int row0, int lane, cons
   }
 }
 
-// Turns whole rows by position (variants/rotary.py), "half" pairing: the angle of a position is that of the multiple of
-// 8 below it plus that of the rest. Eight rows whose positions run on from a multiple of 8 share the first, the second
-// lies in a table: a tenth of the instructions of a sine and a cosine for each pair. A row's bits do not depend on
-// which of the two ways it goes. table: [8][kOver / 2] of (cosine, sine); at(d): phase of pair d, pos(row): its
-// position.
+// Turns whole rows by position (variants/rotary.py), "half" pairing, four pairs a lane at a time. The angle of position
+// 32 b + 8 g + t is that of 32 b, plus that of t from a table, plus g times that of 8: one sine and cosine of a pair
+// serve 32 rows, and a row of the next g costs four instructions a pair. Which way a row is reached does not matter to
+// its bits: the sum has one order.
 struct Turn {
   float c, s;
 };
@@ -148,67 +141,179 @@ __device__ __forceinline__ Turn turn_of(int pos, long long phase) {
   const float x = static_cast<float>(static_cast<int>(imul(static_cast<long long>(pos), phase) >> 32)) * 0x1p-31f;
   return {f_cospi(x), f_sinpi(x)};
 }
-__device__ __forceinline__ void turn(const Turn& a, float cos, float sin, float& x0, float& x1) {
-  const float c = __fmaf_rn(a.c, cos, -__fmul_rn(a.s, sin)), s = __fmaf_rn(a.s, cos, __fmul_rn(a.c, sin));
-  const float y0 = __fmaf_rn(x0, c, -__fmul_rn(x1, s));
-  x1 = __fmaf_rn(x1, c, __fmul_rn(x0, s));
-  x0 = y0;
+__device__ __forceinline__ Turn operator+(const Turn& a, const Turn& b) {
+  return {__fmaf_rn(a.c, b.c, -__fmul_rn(a.s, b.s)), __fmaf_rn(a.s, b.c, __fmul_rn(a.c, b.s))};
 }
 
-template <Dtype T, int kOver, int kSlab, int kRows, class At, class Pos>
-__device__ __forceinline__ void turn_rows(unsigned tile, unsigned table, int row0, int lane, const At& at,
-                                          const Pos& pos) {
-  constexpr int kUnits = kOver / 4;
-  constexpr int kSpan = (kUnits & -kUnits) > 32 ? 32 : (kUnits & -kUnits);
-  constexpr int kPer = 32 / kSpan;
-  const int sub = lane / kSpan;
+// In shared memory, by [row][half of a unit of four pairs][unit], so that neighbouring lanes read neighbouring words:
+// the turns of positions 0 to 8, the pairs' phases, and a row for each warp with the turns of the 32 positions at hand.
+template <int kUnits>
+struct TurnTable {
+  static constexpr int kEight = 8, kPhases = 9, kOwn = 10;
+  unsigned at;
+  __device__ __forceinline__ static int place(int row, int d) {
+    return ((row * 2 + d / 2 % 2) * kUnits + d / 4) * 2 + d % 2;
+  }
+  __device__ __forceinline__ void read(int row, int unit, Turn (&x)[4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      unsigned w[4];
+      ptx::ld_shared16(w, at + ((row * 2 + half) * kUnits + unit) * 16);
+      x[2 * half] = {__uint_as_float(w[0]), __uint_as_float(w[1])};
+      x[2 * half + 1] = {__uint_as_float(w[2]), __uint_as_float(w[3])};
+    }
+  }
+  // A warp's row becomes the turns of a position.
+  __device__ __forceinline__ void turn_to(int own, int pos, int lane) const {
+    __syncwarp();
+#pragma unroll 2
+    for (int d = lane; d < 4 * kUnits; d += 32) {
+      unsigned w[2];
+      ptx::ld_shared8(w, at + place(kPhases, d) * 8);
+      const Turn x = turn_of(pos, static_cast<long long>(w[0] | static_cast<unsigned long long>(w[1]) << 32));
+      ptx::st_shared8(at + place(own, d) * 8, {__float_as_uint(x.c), __float_as_uint(x.s)});
+    }
+    __syncwarp();
+  }
+};
+
+// Four pairs of a row: numbers x of the first half, y of the second.
+template <Dtype T>
+__device__ __forceinline__ void turn_pairs(const Turn (&a)[4], unsigned (&x)[2], unsigned (&y)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float x0 = low_float<T>(x[i]), x1 = high_float<T>(x[i]), y0 = low_float<T>(y[i]), y1 = high_float<T>(y[i]);
+    const Turn &u = a[2 * i], &v = a[2 * i + 1];
+    x[i] = ptx::pack2<kHalf<T>>(__fmaf_rn(x0, u.c, -__fmul_rn(y0, u.s)), __fmaf_rn(x1, v.c, -__fmul_rn(y1, v.s)));
+    y[i] = ptx::pack2<kHalf<T>>(__fmaf_rn(y0, u.c, __fmul_rn(x0, u.s)), __fmaf_rn(y1, v.c, __fmul_rn(x1, v.s)));
+  }
+}
+
+template <Dtype T, int kOver, int kSlab, int kRows>
+class RowTurner {
+  static constexpr int kUnits = kOver / 8;
+  static constexpr int kSpan = (kUnits & -kUnits) > 16 ? 16 : (kUnits & -kUnits);  // units of a row at a time
+  static constexpr int kPer = 32 / kSpan > 8 ? 8 : 32 / kSpan;                     // and of so many rows
+  static constexpr int kTogether = 4;  // rows whose numbers are asked for before the first is turned
+  typedef TurnTable<kUnits> Table;
+
+ public:
+  // pos(row): position of a row of the tile; rows row0 ... row0 + kRows are this warp's.
+  template <class Pos>
+  __device__ __forceinline__ static void run(unsigned tile, unsigned turns, int row0, int lane, int warp,
+                                             const Pos& pos) {
+    tile += row0 * 128;
+    const Table table = {turns};
+    const int own = Table::kOwn + warp, mine = pos(row0 + lane % kRows);
+    const unsigned there = __ballot_sync(0xffffffffu, mine != kDeadKey);
+    if (there == 0) return;
+    const int lead = __ffs(there) - 1;
+    const int first = isub(__shfl_sync(0xffffffffu, mine, lead), lead);  // where row row0 would be
+    if (__all_sync(0xffffffffu, mine == kDeadKey || mine == iadd(first, lane % kRows))) {
+      run_on(tile, table, own, lane, first);
+    } else {
+      run_any(tile, table, own, lane, [&](int row) { return pos(row0 + row); });
+    }
+  }
+
+ private:
+  // Where a unit's numbers lie in a row: those of the first half, and kUnits on those of the second.
+  __device__ __forceinline__ static unsigned place(unsigned tile, int row, int unit) {
+    return tile + row * 128 + unit / 16 * kSlab + ((unit / 2 ^ row) & 7) * 16 + unit % 2 * 8;
+  }
+
+  // Positions run on: by blocks of 32 that begin at multiples of 32.
+  __device__ __forceinline__ static void run_on(unsigned tile, const Table& table, int own, int lane, int first) {
+    const int off = first & 31;
 #pragma unroll 1
-  for (int rows = row0; rows < row0 + kRows; rows += 8) {
-    const int mine = pos(rows + lane % 8), first_pos = __shfl_sync(0xffffffffu, mine, 0);
-    const bool shared = first_pos % 8 == 0 && __all_sync(0xffffffffu, mine == first_pos + lane % 8 || mine == kDeadKey);
+    for (int block = -off; block < kRows; block += 32) {
+      table.turn_to(own, iadd(first, block), lane);
+      if (lane / kSpan >= kPer) continue;
 #pragma unroll 1
-    for (int first = 0; first < kUnits; first += kSpan) {
-      const int unit = first + lane % kSpan, other = unit + kOver / 4;
-      const unsigned row_at = tile + (rows + sub) * 128;
-      const unsigned x_at = row_at + unit / 32 * kSlab + ((unit / 4 ^ sub) & 7) * 16 + unit % 4 * 4;
-      const unsigned y_at = row_at + other / 32 * kSlab + ((other / 4 ^ sub) & 7) * 16 + other % 4 * 4;
-      const long long phase[2] = {at(2 * unit), at(2 * unit + 1)};
-      Turn base[2] = {turn_of(first_pos, phase[0]), turn_of(first_pos, phase[1])};
+      for (int unit = lane % kSpan; unit < kUnits; unit += kSpan) {
+        Turn eight[4];
+        table.read(Table::kEight, unit, eight);
+#pragma unroll 1
+        for (int t = lane / kSpan; t < 8; t += kPer) {
+          Turn a[4], rest[4];
+          table.read(own, unit, a);
+          table.read(t, unit, rest);
 #pragma unroll
-      for (int j = 0; j<8; j += 4> kPer ? 4 : kPer) {
-        constexpr int kSteps = 4 > kPer ? 4 / kPer : 1;
-        unsigned x[kSteps], y[kSteps], w[kSteps][4];
-#pragma unroll
-        for (int n = 0; n < kSteps; ++n) {
-          const int row = j + n * kPer;
-          x[n] = ptx::ld_shared((x_at ^ row * 16) + row * 128);
-          y[n] = ptx::ld_shared((y_at ^ row * 16) + row * 128);
-          const int rest = shared ? row + sub : pos(rows + row + sub) & 7;
-          ptx::ld_shared16(w[n], table + (rest * (kOver / 2) + 2 * unit) * 8);
-        }
-#pragma unroll
-        for (int n = 0; n < kSteps; ++n) {
-          if (!shared) {
-            const int whole = pos(rows + j + n * kPer + sub) & ~7;
-            base[0] = turn_of(whole, phase[0]);
-            base[1] = turn_of(whole, phase[1]);
-          }
-          float a = low_float<T>(x[n]), b = high_float<T>(x[n]), c = low_float<T>(y[n]), d = high_float<T>(y[n]);
-          turn(base[0], __uint_as_float(w[n][0]), __uint_as_float(w[n][1]), a, c);
-          turn(base[1], __uint_as_float(w[n][2]), __uint_as_float(w[n][3]), b, d);
-          x[n] = ptx::pack2<kHalf<T>>(a, b);
-          y[n] = ptx::pack2<kHalf<T>>(c, d);
-        }
-#pragma unroll
-        for (int n = 0; n < kSteps; ++n) {
-          const int row = j + n * kPer;
-          ptx::st_shared((x_at ^ row * 16) + row * 128, x[n]);
-          ptx::st_shared((y_at ^ row * 16) + row * 128, y[n]);
+          for (int i = 0; i < 4; ++i) a[i] = a[i] + rest[i];
+          turn_eighths(place(tile, block + t, unit), place(tile, block + t, unit + kUnits), block + t, a, eight);
         }
       }
     }
   }
-}
+
+  // Rows row, row + 8, row + 16 and row + 24, as far as they are this warp's; a: the turns of the first.
+  __device__ __forceinline__ static void turn_eighths(unsigned x_at, unsigned y_at, int row, Turn (&a)[4],
+                                                      const Turn (&eight)[4]) {
+#pragma unroll
+    for (int begin = 0; begin < 4; begin += kTogether) {
+      unsigned x[kTogether][2], y[kTogether][2];
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const int g = begin + n;
+        if (static_cast<unsigned>(row + 8 * g) >= kRows) continue;
+        ptx::ld_shared8(x[n], x_at + g * 1024);
+        ptx::ld_shared8(y[n], y_at + g * 1024);
+      }
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const int g = begin + n;
+        turn_pairs<T>(a, x[n], y[n]);
+        if (static_cast<unsigned>(row + 8 * g) < kRows) {
+          ptx::st_shared8(x_at + g * 1024, x[n]);
+          ptx::st_shared8(y_at + g * 1024, y[n]);
+        }
+#pragma unroll
+        for (int i = 0; g < 3 && i < 4; ++i) a[i] = a[i] + eight[i];
+      }
+    }
+  }
+
+  // Any positions: neighbours are of the same 32 as a rule.
+  template <class Pos>
+  __device__ __forceinline__ static void run_any(unsigned tile, const Table& table, int own, int lane, const Pos& pos) {
+    bool filled = false;
+    int block = 0;  // position whose turns the warp's row holds
+#pragma unroll 1
+    for (int step = 0; step < kRows; step += kPer) {
+      const int row = step + lane / kSpan % kPer, at = pos(row);
+      bool todo = lane / kSpan < kPer && at != kDeadKey;
+      for (unsigned left; (left = __ballot_sync(0xffffffffu, todo)) != 0;) {
+        const int wanted = __shfl_sync(0xffffffffu, at & ~31, __ffs(left) - 1);
+        if (!filled || wanted != block) table.turn_to(own, wanted, lane);
+        filled = true;
+        block = wanted;
+        if (!todo || (at & ~31) != wanted) continue;
+        todo = false;
+#pragma unroll 1
+        for (int unit = lane % kSpan; unit < kUnits; unit += kSpan) {
+          Turn a[4], more[4];
+          table.read(own, unit, a);
+          table.read(at & 7, unit, more);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = a[i] + more[i];
+          table.read(Table::kEight, unit, more);
+#pragma unroll 1
+          for (int g = at >> 3 & 3; g > 0; --g) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = a[i] + more[i];
+          }
+          const unsigned x_at = place(tile, row, unit), y_at = place(tile, row, unit + kUnits);
+          unsigned x[2], y[2];
+          ptx::ld_shared8(x, x_at);
+          ptx::ld_shared8(y, y_at);
+          turn_pairs<T>(a, x, y);
+          ptx::st_shared8(x_at, x);
+          ptx::st_shared8(y_at, y);
+        }
+      }
+    }
+  }
+};
 
 template <class Config, class Variant, class Loader>
 class HopperRewriter {
@@ -225,37 +330,60 @@ class HopperRewriter {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   }
 
-  // In the order in which consumers want them: a pass's Q, K of tile t + 1, V of tile t.
+  // In the order in which consumers want them: a pass's Q, K of tile t + 1, V of tile t; but V does not wait for a K that
+  // is late, as the first of a pass may be. What a pass is, the rows' table says: walking the plan beside a tile's
+  // numbers takes more registers than this stage has.
   __device__ __forceinline__ void run() {
     if constexpr (L::kTurns) fill_table();
-    int t = 0, count = 0;
-    Ctx before = {};
-    walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
-      const Ctx c = context(item, head, first);
-      if constexpr (L::kRewritesQ) queries(count, head, first);
+    int t = 0, count = 0, offset = 0, stop = 0, leaf = 0;
+    bool done = false, owes = false;  // V of tile t - 1
+    Ctx now = {}, before = {};
 #pragma unroll 1
-      for (int leaf = item.leaf_begin; leaf < max(item.leaf_end, item.leaf_begin + 1); ++leaf) {
-        int offset, stop;
-        leaf_range<L::kTile>(p_, item, leaf, offset, stop);
-#pragma unroll 1
-        for (; offset < stop; offset += L::kTile) {
-          if constexpr (L::kRewritesK) keys(t, c);
-          if constexpr (L::kRewritesV) {
-            if (t > 0) values(t - 1, before);
-            before = c;
-          }
-          ++t;
+    for (;; ++t) {
+      const PassRecord* pass = &meta_.pass[L::table(count - 1)];
+      if (offset >= stop && count > 0 && ++leaf < pass->item.leaf_end) {
+        leaf_range<L::kTile>(p_, pass->item, leaf, offset, stop);
+      }
+      if (offset >= stop) {
+        pass = &meta_.pass[L::table(count)];
+        ptx::mbar_wait(bar(meta_.table_full[L::table(count)]), count / L::kTables & 1);
+        done = pass->done;
+        if (!done) {
+          now = context(*pass);
+          if constexpr (L::kRewritesQ) queries(count, *pass);
+          offset = pass->begin;
+          stop = pass->stop;
+          leaf = pass->item.leaf_begin;
+          ++count;
         }
       }
-      ++count;
-    });
-    if constexpr (L::kRewritesV) {
-      if (t > 0) values(t - 1, before);
+      const bool late = owes && (done || !has_come(t));
+#pragma unroll 1
+      for (int step = 0; step < 2; ++step) {  // one copy of the code of each
+        if ((step == 0) == late) {
+          if constexpr (L::kRewritesV) {
+            if (owes) values(t - 1, before);
+          }
+        } else if constexpr (L::kRewritesK) {
+          if (!done) keys(t, now);
+        }
+      }
+      if (done) return;
+      owes = L::kRewritesV;
+      before = now;
+      offset += L::kTile;
     }
   }
 
  private:
   __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
+
+  // Whether K of a tile is there: for all lanes alike, they go the same way.
+  __device__ __forceinline__ bool has_come(int t) const {
+    if constexpr (!L::kRewritesK || !L::kRewritesV) return true;
+    const unsigned long long& raw = meta_.k_raw[L::kRewritesK ? t % L::kStages : 0];
+    return __all_sync(0xffffffffu, ptx::mbar_test_wait(bar(raw), t / L::kStages & 1));
+  }
 
   // What this warp has written is there for products, and for who waits for the barrier.
   __device__ __forceinline__ void hand_over(unsigned full) const {
@@ -264,13 +392,13 @@ class HopperRewriter {
   }
 
   // What hooks on keys and values may ask: the pass's first request stands for all, as in the other kernels.
-  __device__ __forceinline__ Ctx context(const WorkItem& item, int head, int first) const {
+  __device__ __forceinline__ Ctx context(const PassRecord& pass) const {
     Ctx c = {};
-    c.kv_head = head;
-    c.qo_head = head * Config::group;
-    if constexpr (Variant::has_key || Variant::has_value) {
-      const PartDesc& part = p_.plan->parts[item.part];
-      c.request = part.request[item.q_begin + first / Config::group];
+    c.kv_head = pass.head;
+    c.qo_head = pass.head * Config::group;
+    if constexpr ((Variant::has_key && !L::kTurns) || Variant::has_value) {
+      const PartDesc& part = p_.plan->parts[pass.item.part];
+      c.request = part.request[pass.item.q_begin + pass.first / Config::group];
       c.qo_len = p_.plan->qo_lens[c.request];
       c.kv_len = kv_len_of(p_, c.request);
     }
@@ -284,9 +412,8 @@ class HopperRewriter {
     if constexpr (L::kWidens) widen_rows<Config::kv_type, kTo, L::kDim, L::kSlabKv, kMine>(tile, warp_ * kMine, lane_);
     if constexpr (L::kTurns) {
       __syncwarp();
-      turn_rows<kTo, kOver, L::kSlabKv, kMine>(
-          tile, table(), warp_ * kMine, lane_, [&](int d) { return phase(d); },
-          [&](int row) { return meta_.pos[stage][row]; });
+      RowTurner<kTo, kOver, L::kSlabKv, kMine>::run(tile, table(), warp_ * kMine, lane_, warp_,
+                                                    [&](int row) { return meta_.pos[stage][row]; });
     } else if constexpr (Variant::has_key) {
       __syncwarp();
       map_rows<kTo, Variant::key_pairing, Variant::key_dim, L::kDim, L::kSlabKv, kMine>(
@@ -320,36 +447,35 @@ class HopperRewriter {
     hand_over(bar(meta_.v_full[stage]));
   }
 
-  __device__ __forceinline__ void queries(int count, int head, int first) const {
+  __device__ __forceinline__ void queries(int count, const PassRecord& pass) const {
     const int buffer = count & 1, rows = L::table(count);
     const unsigned tile = base_ + (buffer & (L::kBuffersQ - 1)) * L::kBytesQ;
-    ptx::mbar_wait(bar(meta_.table_full[rows]), count / L::kTables & 1);
     if constexpr (L::kBuffersQ == 2) {
       ptx::mbar_wait(bar(meta_.q_raw[buffer]), count >> 1 & 1);
-      map_queries<kMineQ>(tile, warp_ * kMineQ, rows, head, first);
+      map_queries<kMineQ>(tile, warp_ * kMineQ, rows, pass);
       hand_over(bar(meta_.q_full[buffer]));
     } else {
 #pragma unroll 1
       for (int group = 0; group < L::kGroups; ++group) {
         ptx::mbar_wait(bar(meta_.q_raw[group]), count & 1);
-        map_queries<16>(tile, group * 64 + warp_ * 16, rows, head, first);
+        map_queries<16>(tile, group * 64 + warp_ * 16, rows, pass);
         hand_over(bar(meta_.half_full[group]));
       }
     }
   }
 
   template <int kRows>
-  __device__ __forceinline__ void map_queries(unsigned tile, int row0, int rows, int head, int first) const {
+  __device__ __forceinline__ void map_queries(unsigned tile, int row0, int rows, const PassRecord& pass) const {
     if constexpr (L::kTurns) {
-      return turn_rows<kTo, kOver, L::kSlabQ, kRows>(
-          tile, table(), row0, lane_, [&](int d) { return phase(d); }, [&](int row) { return meta_.row[rows][row].y; });
+      return RowTurner<kTo, kOver, L::kSlabQ, kRows>::run(tile, table(), row0, lane_, warp_,
+                                                          [&](int row) { return meta_.row[rows][row].y; });
     }
     map_rows<kTo, Variant::query_pairing, Variant::query_dim, L::kDim, L::kSlabQ, kRows>(
         tile, row0, lane_, [&](int row, int d, float& x0, float& x1) {
           const int4 entry = meta_.row[rows][row];
           if (entry.x < 0) return;
-          const int qo_head = head * Config::group + (first + row) % Config::group;
-          const Ctx c = query_ctx(p_, meta_.row_request[rows][row].x, entry.x, entry.y, head, qo_head);
+          const int qo_head = pass.head * Config::group + (pass.first + row) % Config::group;
+          const Ctx c = query_ctx(p_, meta_.row_request[rows][row].x, entry.x, entry.y, pass.head, qo_head);
           Variant::query(params_, c, d, x0, x1);
         });
   }
@@ -357,17 +483,23 @@ class HopperRewriter {
   // ------------------------------------------------------------------ rotation by position
   static constexpr int kOver = Variant::key_dim == 0 ? L::kDim : Variant::key_dim;
 
-  __device__ __forceinline__ long long phase(int d) const {
-    if constexpr (L::kTurns) return element<long long>(params_[Variant::slot_rope_phase], d);
-    return 0;
-  }
   __device__ __forceinline__ unsigned table() const { return ptx::smem_addr(&meta_.turns[0]); }
   __device__ __forceinline__ void fill_table() const {
-    for (int i = threadIdx.x % 128; i < 8 * (kOver / 2); i += 128) {
-      const Turn x = turn_of(i / (kOver / 2), phase(i % (kOver / 2)));
-      meta_.turns[i] = make_float2(x.c, x.s);
+    if constexpr (L::kTurns) {
+      typedef TurnTable<kOver / 8> Table;
+      for (int d = threadIdx.x % 128; d < kOver / 2; d += 128) {
+        const long long phase = element<long long>(params_[Variant::slot_rope_phase], d);
+#pragma unroll 1
+        for (int pos = 0; pos <= Table::kEight; ++pos) {
+          const Turn x = turn_of(pos, phase);
+          meta_.turns[Table::place(pos, d)] = make_float2(x.c, x.s);
+        }
+        meta_.turns[Table::place(Table::kPhases, d)] =
+            make_float2(__uint_as_float(static_cast<unsigned>(phase)),
+                        __uint_as_float(static_cast<unsigned>(static_cast<unsigned long long>(phase) >> 32)));
+      }
+      ptx::bar_sync(1 + L::kGroups, 128);
     }
-    ptx::bar_sync(1 + L::kGroups, 128);
   }
 
   const RunParams& p_;

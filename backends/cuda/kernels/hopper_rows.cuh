@@ -21,9 +21,10 @@ class HopperRows {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
     // A negative scale turns the order of scores round: scores are negated instead. Zero becomes a number too small to
     // matter.
-    const float scale = Variant::has_logits || !Variant::use_softmax ? 1.0f : p.sm_scale;
+    const bool natural = (Variant::has_logits && !Variant::keeps_units) || !Variant::use_softmax;
+    const float scale = natural ? 1.0f : p.sm_scale;
     negate_ = scale < 0.0f;
-    scale_ = fmaxf(fabsf(scale), 1e-30f) * kLog2e;
+    scale_ = fmaxf(fabsf(scale), kLeastScale) * kLog2e;
   }
 
  protected:
@@ -32,6 +33,12 @@ class HopperRows {
     Ctx ctx;
     int first, last;  // offsets that the row sees where positions run on: [first, last)
   };
+
+  static constexpr float kLeastScale = 1e-30f;
+  // What makes a row's scores exponents of 2.
+  __device__ __forceinline__ float unit(int half) const {
+    return Variant::row_units ? unit_[Variant::row_units ? half : 0] : scale_;
+  }
 
   // This thread's rows are g and g + 8 of its warp's sixteen.
   __device__ __forceinline__ int row_of(int half) const { return group_ * 64 + warp_ * 16 + half * 8 + lane_ / 4; }
@@ -55,6 +62,11 @@ class HopperRows {
       const int r = row_of(half);
       row.ctx = context(pass_, r);
       row.hook = Variant::row(params_, row.ctx);
+      if constexpr (Variant::scales_score) Variant::scale(row.hook, p_.sm_scale);
+      if constexpr (Variant::keeps_units) {
+        Variant::scale(row.hook, copysignf(fmaxf(fabsf(p_.sm_scale), kLeastScale), p_.sm_scale));
+      }
+      if constexpr (Variant::row_units) unit_[half] = Variant::unit(row.hook) * kLog2e;
       const int2 seen = seen_by(r);
       row.first = seen.x;
       row.last = seen.y;
@@ -121,7 +133,7 @@ class HopperRows {
   int shift_;                      // where positions run on: position of offset 0
   bool negate_, runs_;             // runs_: positions run on with offsets
   bool idle_ = false;              // the warpgroup has no row
-  float scale_;
+  float scale_, unit_[Variant::row_units ? 2 : 1];
 };
 
 }  // namespace attnrt

@@ -14,53 +14,63 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
  protected:
   using Base::Base;
   using Base::base_, Base::kS, Base::lane_, Base::mask_bits, Base::meta_, Base::negate_, Base::p_, Base::params_;
-  using Base::scale_, Base::shift_;
+  using Base::shift_, Base::unit;
   using typename Base::Row;
   using typename Base::View;
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
   static constexpr int kO = L::kDimVo / 2;
 
   // Hooks on the scores of tile t, whose first key has that offset. kRuns: positions run on and all keys are there.
-  // Where hooks have quick forms, 8 scores at a time: what comes out in doubt is computed again.
+  // Where hooks have quick forms, one look at their arguments says whether these hold for all of a warp's scores.
   template <bool kRuns>
   __device__ __forceinline__ void hooks(float (&s)[kS], const Row (&rows)[2], int t, int offset) const {
     if constexpr (Variant::has_logits || !Variant::use_softmax) {
-      constexpr int kChunk = 8;
+      if constexpr (Variant::quick_logits) {
+        Doubt doubt[4];  // as many chains as hide the latency of a maximum
 #pragma unroll
-      for (int first = 0; first < kS; first += kChunk) {
-        if constexpr (Variant::quick_logits) {
-          float x[kChunk];
-          Doubt doubt;
-          const QuickParams quick = {params_, doubt};
-#pragma unroll
-          for (int i = 0; i < kChunk; ++i) {
-            x[i] = s[first + i];
-            s[first + i] = hooked<kRuns>(quick, rows, t, offset, first + i, x[i]);
-          }
-          if (__any_sync(0xffffffffu, doubt.raised())) {
-#pragma unroll
-            for (int i = 0; i < kChunk; ++i) {
-              s[first + i] = hooked<kRuns>(params_, rows, t, offset, first + i, x[i]);
-            }
-          }
-        } else {
-#pragma unroll
-          for (int i = first; i < first + kChunk; ++i) s[i] = hooked<kRuns>(params_, rows, t, offset, i, s[i]);
+        for (int i = 0; i < kS; ++i) {
+          hooked<kRuns>(quick<true, kRuns>(doubt[i % 4], offset, i), rows, t, offset, i, s[i]);
         }
+        ptx::forget();
+        const bool raised = doubt[0].raised() | doubt[1].raised() | doubt[2].raised() | doubt[3].raised();
+        if (!__any_sync(0xffffffffu, raised)) {
+#pragma unroll
+          for (int i = 0; i < kS; ++i) {
+            s[i] = hooked<kRuns>(quick<false, kRuns>(doubt[0], offset, i), rows, t, offset, i, s[i]);
+          }
+          return;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kS; ++i) {
+        const AtKey at = {params_, column(i)};
+        s[i] = hooked<kRuns>(at, rows, t, offset, i, s[i]);
       }
     }
   }
 
   // Element i of a thread's scores: key 8 (i / 4) + 2 (lane % 4) + i % 2, row i / 2 % 2.
+  __device__ __forceinline__ static constexpr int column(int i) { return i / 4 * 8 + i % 2; }
+
+  template <bool kAsks, bool kRuns>
+  __device__ __forceinline__ Quick<kAsks, kRuns> quick(Doubt& doubt, int offset, int i) const {
+    return {{params_, column(i)}, &doubt, offset + shift_ + lane_ % 4 * 2};
+  }
+
   template <bool kRuns, class Params>
   __device__ __forceinline__ float hooked(const Params& params, const Row (&rows)[2], int t, int offset, int i,
                                           float x) const {
     const Row& row = rows[i / 2 % 2];
-    const int stage = t % L::kStages, key = i / 4 * 8 + i % 2 + lane_ % 4 * 2;
+    const int stage = t % L::kStages, key = column(i) + lane_ % 4 * 2;
     Ctx c = row.ctx;
-    c.kv_pos = kRuns ? offset + shift_ + lane_ % 4 * 2 + (i / 4 * 8 + i % 2) : meta_.pos[stage][key];
+    c.kv_pos = kRuns ? offset + shift_ + lane_ % 4 * 2 + column(i) : meta_.pos[stage][key];
     if constexpr (L::kNeedsSlots) c.kv_slot = meta_.slot[stage][key];
-    return Variant::logits(params, row.hook, c, x * p_.sm_scale);
+    const float score = Variant::scales_score || Variant::keeps_units ? x : x * p_.sm_scale;
+    if constexpr (Variant::row_units) {
+      return Variant::reduced(params, row.hook, c, score);
+    } else {
+      return Variant::logits(params, row.hook, c, score);
+    }
   }
 
   // Hooks and masks; without hooks a tile that all rows see whole is left alone.
@@ -99,8 +109,8 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
       // Rows that see nothing yet subtract 0: every weight is 2^-inf.
-      top[half] = x == neg_inf() ? 0.0f : __fmul_rn(x, scale_);
-      const float before = __fmul_rn(m[half], scale_);  // -inf stays -inf
+      top[half] = x == neg_inf() ? 0.0f : __fmul_rn(x, unit(half));
+      const float before = __fmul_rn(m[half], unit(half));  // -inf stays -inf
       shrink[half] = ptx::ex2(__fsub_rn(before, top[half]));
       m[half] = x;
     }
@@ -119,8 +129,8 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
       for (int half = 0; half < 2; ++half) {
         float x = s[4 * n + 2 * half], y = s[4 * n + 2 * half + 1];
         if constexpr (Variant::use_softmax) {
-          x = ptx::ex2(__fmaf_rn(x, scale_, -top[half]));
-          y = ptx::ex2(__fmaf_rn(y, scale_, -top[half]));
+          x = ptx::ex2(__fmaf_rn(x, unit(half), -top[half]));
+          y = ptx::ex2(__fmaf_rn(y, unit(half), -top[half]));
           sum[half] = __fadd_rn(sum[half], __fadd_rn(x, y));
         }
         w[2 * n + half] = ptx::pack2<kH>(x, y);
