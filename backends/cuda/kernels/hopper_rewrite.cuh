@@ -198,33 +198,28 @@ class RowTurner {
   typedef TurnTable<kUnits> Table;
 
  public:
-  // pos(row): position of a row of the tile; rows row0 ... row0 + kRows are this warp's.
+  // Rows row0 ... row0 + kRows of a tile are this warp's. pos(row): position of a row of the tile.
   template <class Pos>
   __device__ __forceinline__ static void run(unsigned tile, unsigned turns, int row0, int lane, int warp,
                                              const Pos& pos) {
-    tile += row0 * 128;
-    const Table table = {turns};
-    const int own = Table::kOwn + warp, mine = pos(row0 + lane % kRows);
+    const int mine = pos(row0 + lane % kRows);
     const unsigned there = __ballot_sync(0xffffffffu, mine != kDeadKey);
     if (there == 0) return;
     const int lead = __ffs(there) - 1;
     const int first = isub(__shfl_sync(0xffffffffu, mine, lead), lead);  // where row row0 would be
     if (__all_sync(0xffffffffu, mine == kDeadKey || mine == iadd(first, lane % kRows))) {
-      run_on(tile, table, own, lane, first);
+      run_on(tile, turns, row0, lane, warp, first);
     } else {
-      run_any(tile, table, own, lane, [&](int row) { return pos(row0 + row); });
+      run_any(tile + row0 * 128, {turns}, Table::kOwn + warp, lane, [&](int row) { return pos(row0 + row); });
     }
   }
 
- private:
-  // Where a unit's numbers lie in a row: those of the first half, and kUnits on those of the second.
-  __device__ __forceinline__ static unsigned place(unsigned tile, int row, int unit) {
-    return tile + row * 128 + unit / 16 * kSlab + ((unit / 2 ^ row) & 7) * 16 + unit % 2 * 8;
-  }
-
-  // Positions run on: by blocks of 32 that begin at multiples of 32.
-  __device__ __forceinline__ static void run_on(unsigned tile, const Table& table, int own, int lane, int first) {
-    const int off = first & 31;
+  // The same where positions run on from that of row row0, by blocks of 32 that begin at multiples of 32.
+  __device__ __forceinline__ static void run_on(unsigned tile, unsigned turns, int row0, int lane, int warp,
+                                                int first) {
+    const Table table = {turns};
+    const int off = first & 31, own = Table::kOwn + warp;
+    tile += row0 * 128;
 #pragma unroll 1
     for (int block = -off; block < kRows; block += 32) {
       table.turn_to(own, iadd(first, block), lane);
@@ -244,6 +239,12 @@ class RowTurner {
         }
       }
     }
+  }
+
+ private:
+  // Where a unit's numbers lie in a row: those of the first half, and kUnits on those of the second.
+  __device__ __forceinline__ static unsigned place(unsigned tile, int row, int unit) {
+    return tile + row * 128 + unit / 16 * kSlab + ((unit / 2 ^ row) & 7) * 16 + unit % 2 * 8;
   }
 
   // Rows row, row + 8, row + 16 and row + 24, as far as they are this warp's; a: the turns of the first.
@@ -330,60 +331,42 @@ class HopperRewriter {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   }
 
-  // In the order in which consumers want them: a pass's Q, K of tile t + 1, V of tile t; but V does not wait for a K that
-  // is late, as the first of a pass may be. What a pass is, the rows' table says: walking the plan beside a tile's
-  // numbers takes more registers than this stage has.
+  // In the order in which consumers want them: a pass's Q, K of tile t + 1, V of tile t. What a pass is, the rows' table
+  // says: walking the plan beside a tile's numbers takes more registers than this stage has.
   __device__ __forceinline__ void run() {
     if constexpr (L::kTurns) fill_table();
-    int t = 0, count = 0, offset = 0, stop = 0, leaf = 0;
-    bool done = false, owes = false;  // V of tile t - 1
-    Ctx now = {}, before = {};
+    int t = 0;
+    Ctx before = {};
 #pragma unroll 1
-    for (;; ++t) {
-      const PassRecord* pass = &meta_.pass[L::table(count - 1)];
-      if (offset >= stop && count > 0 && ++leaf < pass->item.leaf_end) {
-        leaf_range<L::kTile>(p_, pass->item, leaf, offset, stop);
-      }
-      if (offset >= stop) {
-        pass = &meta_.pass[L::table(count)];
-        ptx::mbar_wait(bar(meta_.table_full[L::table(count)]), count / L::kTables & 1);
-        done = pass->done;
-        if (!done) {
-          now = context(*pass);
-          if constexpr (L::kRewritesQ) queries(count, *pass);
-          offset = pass->begin;
-          stop = pass->stop;
-          leaf = pass->item.leaf_begin;
-          ++count;
-        }
-      }
-      const bool late = owes && (done || !has_come(t));
+    for (int count = 0;; ++count) {
+      const int table = L::table(count);
+      ptx::mbar_wait(bar(meta_.table_full[table]), count / L::kTables & 1);
+      const PassRecord& pass = meta_.pass[table];
+      if (pass.done) break;
+      const Ctx c = context(pass);
+      if constexpr (L::kRewritesQ) queries(count, pass);
+      int offset = pass.begin, stop = pass.stop, leaf = pass.item.leaf_begin;
 #pragma unroll 1
-      for (int step = 0; step < 2; ++step) {  // one copy of the code of each
-        if ((step == 0) == late) {
-          if constexpr (L::kRewritesV) {
-            if (owes) values(t - 1, before);
-          }
-        } else if constexpr (L::kRewritesK) {
-          if (!done) keys(t, now);
+      for (;;) {
+        if constexpr (L::kRewritesK) keys(t, c, pass, offset);
+        if constexpr (L::kRewritesV) {
+          if (t > 0) values(t - 1, before);
+          before = c;
         }
+        ++t;
+        offset += L::kTile;
+        if (offset < stop) continue;
+        if (++leaf >= pass.item.leaf_end) break;
+        leaf_range<L::kTile>(p_, pass.item, leaf, offset, stop);
       }
-      if (done) return;
-      owes = L::kRewritesV;
-      before = now;
-      offset += L::kTile;
+    }
+    if constexpr (L::kRewritesV) {
+      if (t > 0) values(t - 1, before);
     }
   }
 
  private:
   __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
-
-  // Whether K of a tile is there: for all lanes alike, they go the same way.
-  __device__ __forceinline__ bool has_come(int t) const {
-    if constexpr (!L::kRewritesK || !L::kRewritesV) return true;
-    const unsigned long long& raw = meta_.k_raw[L::kRewritesK ? t % L::kStages : 0];
-    return __all_sync(0xffffffffu, ptx::mbar_test_wait(bar(raw), t / L::kStages & 1));
-  }
 
   // What this warp has written is there for products, and for who waits for the barrier.
   __device__ __forceinline__ void hand_over(unsigned full) const {
@@ -405,15 +388,19 @@ class HopperRewriter {
     return c;
   }
 
-  __device__ __forceinline__ void keys(int t, const Ctx& c) const {
+  __device__ __forceinline__ void keys(int t, const Ctx& c, const PassRecord& pass, int offset) const {
     const int stage = t % L::kStages;
     const unsigned tile = base_ + L::kOffsetK + stage * L::kBytesK;
     ptx::mbar_wait(bar(meta_.k_raw[stage]), t / L::kStages & 1);
     if constexpr (L::kWidens) widen_rows<Config::kv_type, kTo, L::kDim, L::kSlabKv, kMine>(tile, warp_ * kMine, lane_);
     if constexpr (L::kTurns) {
       __syncwarp();
-      RowTurner<kTo, kOver, L::kSlabKv, kMine>::run(tile, table(), warp_ * kMine, lane_, warp_,
-                                                    [&](int row) { return meta_.pos[stage][row]; });
+      typedef RowTurner<kTo, kOver, L::kSlabKv, kMine> Turner;
+      if (pass.runs) {
+        Turner::run_on(tile, table(), warp_ * kMine, lane_, warp_, pass.shift + offset + warp_ * kMine);
+      } else {
+        Turner::run(tile, table(), warp_ * kMine, lane_, warp_, [&](int row) { return meta_.pos[stage][row]; });
+      }
     } else if constexpr (Variant::has_key) {
       __syncwarp();
       map_rows<kTo, Variant::key_pairing, Variant::key_dim, L::kDim, L::kSlabKv, kMine>(
