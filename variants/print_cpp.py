@@ -354,7 +354,9 @@ def _reduced(printer: _Printer, variant: Composed, row_names: dict[int, str]) ->
         return []
     other = variant.logits.args[1] if variant.logits.args[0] is factor else variant.logits.args[0]
     lines, names = printer.body([other], row_names)
-    return _function("float", "reduced", ROW_ARGS + ", [[maybe_unused]] float s", [*lines, f"    return {names[0]};"])
+    return _function(
+        "float", "reduced", ROW_ARGS + ", [[maybe_unused]] float s", [*lines, f"    return {names[0]};"]
+    )
 
 
 ROW_ARGS = "[[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c"

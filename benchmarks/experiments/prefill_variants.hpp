@@ -6,8 +6,8 @@ namespace attnrt {
 struct FullVariant {
   static constexpr bool use_softmax = true, has_logits = false, has_mask = false, has_query = false, has_key = false,
                         has_value = false, has_output = false, has_sink = false, mask_is_interval = true,
-                        reads_index_mask = false, quick_logits = false, scales_score = false,
-                        keeps_units = false, row_units = false;
+                        reads_index_mask = false, quick_logits = false, scales_score = false, keeps_units = false,
+                        row_units = false;
   static constexpr int query_pairing = PAIR_NONE, key_pairing = PAIR_NONE, value_pairing = PAIR_NONE, query_dim = 0,
                        key_dim = 0, value_dim = 0;
   struct Row {

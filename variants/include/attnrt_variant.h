@@ -395,8 +395,8 @@ ATTNRT_HD float mul_add(float a, float b, float c) {
 }
 
 // Near 0 an odd polynomial (the other form cancels), else 1 - 2 / (e^2|x| + 1). On the device the polynomial is x
-// R(x^2) with the least relative error for |x| < TANH_NEAR (our own fit, 2^-22.7; 2^-22.0 with its roundings): of as few
-// terms as keep a logit right to 1e-5. On the host it is Taylor's.
+// R(x^2) with the least relative error for |x| < TANH_NEAR (our own fit, 2^-22.7; 2^-22.0 with its roundings): of as
+// few terms as keep a logit right to 1e-5. On the host it is Taylor's.
 constexpr float TANH_NEAR = 0.42f;
 ATTNRT_HD float tanh_near(float x) {
   const float u = x * x;
@@ -422,9 +422,9 @@ ATTNRT_HD float f_tanh(float x) {
 }
 ATTNRT_HD float f_logistic(float x) { return divide_absolute(1.0f, 1.0f + exp_absolute(-x)); }
 #if defined(__CUDA_ARCH__)
-// The same with one result of the exponentials' pipe instead of two: 1 / d for d = 1 + e^-x from the pattern of d (0.0505
-// off) and the polynomial in the error e of that, our own fit of 1 / (1 - e) with the least relative error: 1e-6 with its
-// roundings. Below x = -86 it stays at 2^-125.
+// The same with one result of the exponentials' pipe instead of two: 1 / d for d = 1 + e^-x from the pattern of d
+// (0.0505 off) and the polynomial in the error e of that, our own fit of 1 / (1 - e) with the least relative error:
+// 1e-6 with its roundings. Below x = -86 it stays at 2^-125.
 ATTNRT_HD float logistic_without_reciprocal(float x) {
   float power, t;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(power) : "f"(x * -1.44269504f), "f"(125.0f));

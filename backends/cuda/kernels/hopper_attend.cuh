@@ -24,8 +24,9 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperResults<Config, Variant>;
   using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
+  using Base::idle_, Base::fetch_words, Base::look_at_own, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
+      Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
-  using Base::idle_, Base::fetch_words, Base::look_at_own, Base::mask_own, Base::negate_, Base::runs_, Base::rescale, Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using typename Base::Closing;
   using typename Base::Fate;
   using typename Base::Row;

@@ -331,8 +331,8 @@ class HopperRewriter {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
   }
 
-  // In the order in which consumers want them: a pass's Q, K of tile t + 1, V of tile t. What a pass is, the rows' table
-  // says: walking the plan beside a tile's numbers takes more registers than this stage has.
+  // In the order in which consumers want them: a pass's Q, K of tile t + 1, V of tile t. What a pass is, the rows'
+  // table says: walking the plan beside a tile's numbers takes more registers than this stage has.
   __device__ __forceinline__ void run() {
     if constexpr (L::kTurns) fill_table();
     int t = 0;

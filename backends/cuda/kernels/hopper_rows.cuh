@@ -128,11 +128,11 @@ class HopperRows {
   const unsigned base_;
   M& meta_;
   int lane_, group_, warp_;
-  int tile_, pass_;                // so far: they number buffers and phases
-  int whole_begin_, whole_end_;    // offsets
-  int shift_;                      // where positions run on: position of offset 0
-  bool negate_, runs_;             // runs_: positions run on with offsets
-  bool idle_ = false;              // the warpgroup has no row
+  int tile_, pass_;              // so far: they number buffers and phases
+  int whole_begin_, whole_end_;  // offsets
+  int shift_;                    // where positions run on: position of offset 0
+  bool negate_, runs_;           // runs_: positions run on with offsets
+  bool idle_ = false;            // the warpgroup has no row
   float scale_, unit_[Variant::row_units ? 2 : 1];
 };
 
