@@ -85,13 +85,25 @@ class HopperMasks : public HopperRows<Config, Variant> {
     return __shfl_sync(0xffffffffu, own[half], part, 4) >> lane_ % 4 * 2;
   }
 
-  // Hides scores by what lanes know of their parts. A tile is masked whole or not at all: no branch but one.
-  __device__ __forceinline__ void mask_own(float (&s)[kS], const unsigned (&own)[2]) const {
-    if (__all_sync(0xffffffffu, (own[0] & own[1]) == 0xffffffffu)) return;
+  // From bits of a lane's part to this thread's own of all parts: bit 8 part + 2 n + e is key 32 part + 8 n + 2 (lane % 4)
+  // + e. First the word's pairs of bits are transposed, which makes byte i lane i's; then the quad transposes bytes.
+  __device__ __forceinline__ unsigned deal(unsigned x) const {
+    unsigned t = (x ^ x >> 6) & 0x00cc00ccu;
+    x ^= t ^ t << 6;
+    t = (x ^ x >> 12) & 0x0000f0f0u;
+    x ^= t ^ t << 12;
+    x = __byte_perm(x, __shfl_xor_sync(0xffffffffu, x, 1), lane_ & 1 ? 0x3715 : 0x6240);
+    return __byte_perm(x, __shfl_xor_sync(0xffffffffu, x, 2), lane_ & 2 ? 0x3276 : 0x5410);
+  }
+
+  // Hides scores by what was dealt. A tile is masked whole or not at all: no branch but one.
+  __device__ __forceinline__ void mask_dealt(float (&s)[kS], const unsigned (&dealt)[2]) const {
+    constexpr unsigned kAll = kParts == 4 ? 0xffffffffu : 0xffffu;
+    if (__all_sync(0xffffffffu, (dealt[0] & dealt[1] & kAll) == kAll)) return;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) mask_part(s, bits_of(own, part, half), part, half);
+    for (int i = 0; i < kS; ++i) {
+      s[i] = dealt[i / 2 % 2] >> (i / 16 * 8 + i / 4 % 4 * 2 + i % 2) & 1 ? s[i] : hidden_score();
+    }
   }
 
   // Only words that hold a bit of a key that the row sees, and of a row's last ones only bytes that do.
