@@ -31,7 +31,18 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
   __device__ __forceinline__ void load_rows(Row (&rows)[2]) {
     Base::load_rows(rows);
-    ahead_.offset = -1;
+    if constexpr (Variant::reads_index_mask) {
+      ahead_.offset = -1;
+      int begin = 0, end = 0x7fffffff;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row_of(half);
+        begin = max(begin, max(rows[half].first, meta_.mask_from[L::table(pass_)][r]));
+        end = min(end, meta_.mask_bit[L::table(pass_)][r] == kNoMask ? 0 : rows[half].last);
+      }
+      said_begin_ = __reduce_max_sync(0xffffffffu, begin);
+      said_end_ = __reduce_min_sync(0xffffffffu, end);
+    }
   }
 
   // What rows see of tile t, before its scores are known.
@@ -69,8 +80,14 @@ class HopperMasks : public HopperRows<Config, Variant> {
   // the next are asked for.
   __device__ __forceinline__ void look_at_own(unsigned (&own)[2], const Row (&rows)[2], int offset) {
     const int at = offset + lane_ % kParts * 32;
+    const bool plain = offset >= said_begin_ && offset + L::kTile <= said_end_;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (plain) {
+        const unsigned bit = static_cast<unsigned>(meta_.mask_bit[L::table(pass_)][row_of(half)]);
+        own[half] = __funnelshift_r(ahead_.low[half], ahead_.high[half], bit + at);
+        continue;
+      }
       own[half] = low_bits(rows[half].last - at) & ~low_bits(rows[half].first - at);
       const long long bit = meta_.mask_bit[L::table(pass_)][row_of(half)];
       const unsigned silent = low_bits(meta_.mask_from[L::table(pass_)][row_of(half)] - at);
@@ -110,6 +127,16 @@ class HopperMasks : public HopperRows<Config, Variant> {
   __device__ __forceinline__ void fetch_words(const Row (&rows)[2], int offset) {
     ahead_.offset = offset;
     const int at = offset + lane_ % kParts * 32;
+    if (offset >= said_begin_ && offset + L::kTile + 32 <= said_end_) {  // two words a row, whatever the alignment
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const long long bit = meta_.mask_bit[L::table(pass_)][row_of(half)];
+        const unsigned* word = reinterpret_cast<const unsigned*>((bit + at >> 5) * 4);
+        ahead_.low[half] = word[0];
+        ahead_.high[half] = word[1];
+      }
+      return;
+    }
     const unsigned* word[2];
     int bits[2];  // from the word's first on to the last of a key that the row sees
     bool low[2], high[2], ragged = false;
@@ -155,6 +182,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
     unsigned low[2], high[2];
   };
   Words ahead_ = {-1, {0, 0}, {0, 0}};
+  int said_begin_ = 0, said_end_ = 0;  // offsets of which the mask alone says what the warp's rows see
 
   // ------------------------------------------------------------------ masks by position
 
