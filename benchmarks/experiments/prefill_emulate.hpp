@@ -373,6 +373,7 @@ inline void ld_shared8(u32 (&x)[2], u32 a) { memcpy(x, emu::at(a), 8); }
 inline void forget() {}
 inline void computed(float, u32) {}
 inline void loaded(int) {}
+inline void together(const char* const (&)[4], u32) {}
 inline const char* opaque(const char* p) { return p; }
 inline void in_memory(float*) {}
 template <int N>
