@@ -96,17 +96,17 @@ HOPPER_SPECS = {
     "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (56, 76, 76, 88)),
     "256": ({"head_dim": 256}, (264, 166, 244, 198)),
     "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (88, 64, 84, 64)),
-    "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (92, 64, 100, 64)),
+    "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (36, 64, 68, 84)),
     "window, softcap": (
         {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0))},
-        (100, 68, 154, 96),
+        (52, 68, 92, 100),
     ),
-    "alibi": ({"variant": (v.causal(), v.alibi())}, (116, 88, 184, 108)),
+    "alibi": ({"variant": (v.causal(), v.alibi())}, (36, 64, 98, 94)),
     # What spills lies at the ends of the loop over masked tiles, nothing in it.
     "mask": ({"variant": (v.custom_mask(),)}, (542, 542, 816, 836)),
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.
-    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (82, 270, 196, 314)),
-    "rope": ({"variant": (v.causal(), v.rope(128))}, (460, 526, 520, 456)),
+    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (82, 114, 130, 132)),
+    "rope": ({"variant": (v.causal(), v.rope(128))}, (460, 380, 578, 446)),
 }
 
 
