@@ -281,12 +281,6 @@ inline unsigned __funnelshift_rc(unsigned lo, unsigned hi, unsigned n) {
   return n >= 32 ? hi : n ? lo >> n | hi << (32 - n) : lo;
 }
 inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned n) { return __funnelshift_rc(lo, hi, n & 31); }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
-  const unsigned long long both = a | static_cast<unsigned long long>(b) << 32;
-  unsigned x = 0;
-  for (int i = 0; i < 4; ++i) x |= static_cast<unsigned>(both >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
-  return x;
-}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
 inline unsigned __vcmpeq2(unsigned a, unsigned b) {
   const unsigned x = a ^ b;
@@ -373,7 +367,6 @@ inline void ld_shared8(u32 (&x)[2], u32 a) { memcpy(x, emu::at(a), 8); }
 inline void forget() {}
 inline void computed(float, u32) {}
 inline void loaded(int) {}
-inline void together(const char* const (&)[4], u32) {}
 inline const char* opaque(const char* p) { return p; }
 inline void in_memory(float*) {}
 template <int N>

@@ -103,7 +103,7 @@ HOPPER_SPECS = {
     ),
     "alibi": ({"variant": (v.causal(), v.alibi())}, (36, 64, 98, 94)),
     # What spills lies at the ends of the loop over masked tiles, nothing in it.
-    "mask": ({"variant": (v.custom_mask(),)}, (542, 542, 816, 836)),
+    "mask": ({"variant": (v.custom_mask(),)}, (510, 510, 648, 812)),
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.
     "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (82, 114, 130, 132)),
     "rope": ({"variant": (v.causal(), v.rope(128))}, (460, 380, 578, 446)),

@@ -23,10 +23,10 @@ template <class Config, class Variant, class Loader>
 class HopperConsumer : public HopperResults<Config, Variant> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperResults<Config, Variant>;
-  using Base::base_, Base::close_leaf, Base::deal, Base::fetch_words, Base::group_, Base::idle_, Base::kH, Base::kO;
-  using Base::kS, Base::lane_, Base::load_rows, Base::logits, Base::look, Base::look_at_own, Base::mask_dealt;
-  using Base::meta_, Base::negate_, Base::p_, Base::pass_, Base::raise, Base::record, Base::rescale, Base::results;
-  using Base::runs_, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
+  using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
+  using Base::idle_, Base::fetch_words, Base::look_at_own, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
+      Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
+  using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
   using typename Base::Closing;
   using typename Base::Fate;
   using typename Base::Row;
@@ -167,16 +167,12 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ATTNRT_TRACE(group_, tile_, 3);
       k = 2 * (base_ + L::kOffsetK) + L::kBytesK - k;
       v = 2 * (base_ + L::kOffsetV) + L::kBytesV - v;
-      if constexpr (kMasked) {
-        look_at_own(own, rows, offset);
-        own[0] = deal(own[0]);
-        own[1] = deal(own[1]);
-      }
+      if constexpr (kMasked) look_at_own(own, rows, offset);
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(s);
       ATTNRT_TRACE(group_, tile_, 4);
       this->template hooks<!kMasked>(s, rows, tile_ + 1, offset);
-      if constexpr (kMasked) mask_dealt(s, own);
+      if constexpr (kMasked) mask_own(s, own);
       release(meta_.k_empty[next]);
       raise(s, m, top, shrink);
       ptx::wgmma_wait<0>();

@@ -23,8 +23,7 @@ __device__ __forceinline__ int unit_of(long long element) {
 // Copies 32 rows of kColumns * 2 bytes into rows row0... (row0 a multiple of 32) of a swizzled tile: lane i holds
 // the place of row row0 + i. kAll: all are there. Three instructions a copy: the row's unit from the lane that has it
 // (places are dealt out first, so that a group of kLanes lanes finds all of its own within itself and the lane's number
-// is a constant), an address, the copy. Four addresses are there before the first of their copies: ptxas would else give
-// all the same two registers, and each copy would wait until the one before has been taken up.
+// is a constant), an address, the copy.
 template <int kColumns, int kSlab, bool kAll>
 __device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int row0, int unit, int lane) {
   constexpr int kChunks = kColumns / 8;        // 16-byte chunks per row: 8 or 16, or 24, 32
@@ -33,33 +32,24 @@ __device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int ro
   const int sub = lane / kLanes, chunk0 = lane % kLanes;
   const char* mine = ptx::opaque(src + chunk0 * 16);
   const unsigned to = tile + chunk0 / 8 * kSlab + (row0 + sub) * 128 + ((chunk0 ^ sub) & 7) * 16;
-  unsigned swizzled[4];  // rows that are a multiple of 8 apart have the same
-#pragma unroll
-  for (int j = 0; j < 4; ++j) swizzled[j] = to ^ (j * kPer & 7) * 16;
   const int own = __shfl_sync(0xffffffffu, unit, lane % kLanes * kPer + sub);
+  constexpr int kBatch = 8;  // units are asked for so many copies ahead
+  int from[kBatch];
 #pragma unroll
-  for (int first = 0; first < 32; first += 4 * kPer) {
-    int from[4];
+  for (int i = 0; i < 32; i += kPer) {
+    if (i / kPer % kBatch == 0) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) from[j] = __shfl_sync(0xffffffffu, own, first / kPer + j, kLanes);
-    if constexpr (kAll && kChunks == kLanes) {
-      const char* x[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] = mine + static_cast<long long>(from[j]) * 16;
-      ptx::together(x, tile);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) ptx::cp_async16(swizzled[j] + (first + j * kPer) * 128, x[j]);
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const bool there = kAll || from[j] != kNoUnit;
-      const char* x = mine + (there ? static_cast<long long>(from[j]) * 16 : 0);
-#pragma unroll
-      for (int c = 0; c < kChunks; c += kLanes) {
-        const unsigned dst = swizzled[j] + (first + j * kPer) * 128 + c / 8 * kSlab;
-        if (kChunks % kLanes == 0 || c + chunk0 < kChunks) ptx::cp_async16(dst, x + c * 16, there ? 16 : 0);
+      for (int j = 0; j < kBatch && i / kPer + j < 32 / kPer; ++j) {
+        from[j] = __shfl_sync(0xffffffffu, own, i / kPer + j, kLanes);
       }
+    }
+    const int unit_here = from[i / kPer % kBatch];
+    const bool there = kAll || unit_here != kNoUnit;
+    const char* at = mine + (there ? static_cast<long long>(unit_here) * 16 : 0);
+#pragma unroll
+    for (int c = 0; c < kChunks; c += kLanes) {
+      const unsigned dst = (to ^ (i & 7) * 16) + i * 128 + c / 8 * kSlab;
+      if (kChunks % kLanes == 0 || c + chunk0 < kChunks) ptx::cp_async16(dst, at + c * 16, there ? 16 : 0);
     }
   }
 }

@@ -31,18 +31,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
   __device__ __forceinline__ void load_rows(Row (&rows)[2]) {
     Base::load_rows(rows);
-    if constexpr (Variant::reads_index_mask) {
-      ahead_.offset = -1;
-      int begin = 0, end = 0x7fffffff;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row_of(half);
-        begin = max(begin, max(rows[half].first, meta_.mask_from[L::table(pass_)][r]));
-        end = min(end, meta_.mask_bit[L::table(pass_)][r] == kNoMask ? 0 : rows[half].last);
-      }
-      said_begin_ = __reduce_max_sync(0xffffffffu, begin);
-      said_end_ = __reduce_min_sync(0xffffffffu, end);
-    }
+    ahead_.offset = -1;
   }
 
   // What rows see of tile t, before its scores are known.
@@ -80,14 +69,8 @@ class HopperMasks : public HopperRows<Config, Variant> {
   // the next are asked for.
   __device__ __forceinline__ void look_at_own(unsigned (&own)[2], const Row (&rows)[2], int offset) {
     const int at = offset + lane_ % kParts * 32;
-    const bool plain = offset >= said_begin_ && offset + L::kTile <= said_end_;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (plain) {
-        const unsigned bit = static_cast<unsigned>(meta_.mask_bit[L::table(pass_)][row_of(half)]);
-        own[half] = __funnelshift_r(ahead_.low[half], ahead_.high[half], bit + at);
-        continue;
-      }
       own[half] = low_bits(rows[half].last - at) & ~low_bits(rows[half].first - at);
       const long long bit = meta_.mask_bit[L::table(pass_)][row_of(half)];
       const unsigned silent = low_bits(meta_.mask_from[L::table(pass_)][row_of(half)] - at);
@@ -102,41 +85,19 @@ class HopperMasks : public HopperRows<Config, Variant> {
     return __shfl_sync(0xffffffffu, own[half], part, 4) >> lane_ % 4 * 2;
   }
 
-  // From bits of a lane's part to this thread's own of all parts: bit 8 part + 2 n + e is key 32 part + 8 n + 2 (lane % 4)
-  // + e. First the word's pairs of bits are transposed, which makes byte i lane i's; then the quad transposes bytes.
-  __device__ __forceinline__ unsigned deal(unsigned x) const {
-    unsigned t = (x ^ x >> 6) & 0x00cc00ccu;
-    x ^= t ^ t << 6;
-    t = (x ^ x >> 12) & 0x0000f0f0u;
-    x ^= t ^ t << 12;
-    x = __byte_perm(x, __shfl_xor_sync(0xffffffffu, x, 1), lane_ & 1 ? 0x3715 : 0x6240);
-    return __byte_perm(x, __shfl_xor_sync(0xffffffffu, x, 2), lane_ & 2 ? 0x3276 : 0x5410);
-  }
-
-  // Hides scores by what was dealt. A tile is masked whole or not at all: no branch but one.
-  __device__ __forceinline__ void mask_dealt(float (&s)[kS], const unsigned (&dealt)[2]) const {
-    constexpr unsigned kAll = kParts == 4 ? 0xffffffffu : 0xffffu;
-    if (__all_sync(0xffffffffu, (dealt[0] & dealt[1] & kAll) == kAll)) return;
+  // Hides scores by what lanes know of their parts. A tile is masked whole or not at all: no branch but one.
+  __device__ __forceinline__ void mask_own(float (&s)[kS], const unsigned (&own)[2]) const {
+    if (__all_sync(0xffffffffu, (own[0] & own[1]) == 0xffffffffu)) return;
 #pragma unroll
-    for (int i = 0; i < kS; ++i) {
-      s[i] = dealt[i / 2 % 2] >> (i / 16 * 8 + i / 4 % 4 * 2 + i % 2) & 1 ? s[i] : hidden_score();
-    }
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) mask_part(s, bits_of(own, part, half), part, half);
   }
 
   // Only words that hold a bit of a key that the row sees, and of a row's last ones only bytes that do.
   __device__ __forceinline__ void fetch_words(const Row (&rows)[2], int offset) {
     ahead_.offset = offset;
     const int at = offset + lane_ % kParts * 32;
-    if (offset >= said_begin_ && offset + L::kTile + 32 <= said_end_) {  // two words a row, whatever the alignment
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const long long bit = meta_.mask_bit[L::table(pass_)][row_of(half)];
-        const unsigned* word = reinterpret_cast<const unsigned*>((bit + at >> 5) * 4);
-        ahead_.low[half] = word[0];
-        ahead_.high[half] = word[1];
-      }
-      return;
-    }
     const unsigned* word[2];
     int bits[2];  // from the word's first on to the last of a key that the row sees
     bool low[2], high[2], ragged = false;
@@ -182,7 +143,6 @@ class HopperMasks : public HopperRows<Config, Variant> {
     unsigned low[2], high[2];
   };
   Words ahead_ = {-1, {0, 0}, {0, 0}};
-  int said_begin_ = 0, said_end_ = 0;  // offsets of which the mask alone says what the warp's rows see
 
   // ------------------------------------------------------------------ masks by position
 

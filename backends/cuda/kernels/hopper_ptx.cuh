@@ -97,16 +97,6 @@ ATTNRT_DEV void tma_prefetch_4d(const void* map, int c0, int c1, int c2, int c3)
 // Sleeps for about `ns` nanoseconds.
 ATTNRT_DEV void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
-// Does nothing for even addresses, but as a store that might happen it makes ptxas have all four before what follows.
-ATTNRT_DEV void together(const char* const (&x)[4], u32 addr) {
-  u32 all = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) all ^= static_cast<u32>(reinterpret_cast<unsigned long long>(x[i]));
-  asm volatile("{.reg .pred p; .reg .b32 y; and.b32 y, %0, 1; setp.ne.u32 p, y, 0; @p st.shared.b32 [%1], %0;}" ::"r"(all),
-               "r"(addr)
-               : "memory");
-}
-
 // A pointer that the compiler does not take apart into sums.
 ATTNRT_DEV const char* opaque(const char* p) {
   asm volatile("" : "+l"(p));
