@@ -20,6 +20,7 @@ from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
 from attnrt.backends.cuda.kernel import DriverModule
+from attnrt.backends.cuda.machine_code import check_code
 from attnrt.backends.cuda.render import waits
 from attnrt.config import config
 from attnrt.errors import CompileError
@@ -104,6 +105,8 @@ def compile_library(source: str, arch: str, path: Path, label: str) -> None:
             )
             if done.returncode:
                 break
+        else:
+            check_code((folder / "kernel.cubin").read_bytes(), label, done.stdout + done.stderr)
     if done.returncode:
         log = done.stdout + done.stderr
         line = re.search(r"^(?!.*kernel\.cu)[\w.<>]+\((\d+)\): error", log, re.M)

@@ -13,6 +13,7 @@ from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
 from attnrt.backends.cuda.kernel import DriverModule
+from attnrt.backends.cuda.machine_code import check_code
 from attnrt.backends.cuda.render import waits
 from attnrt.errors import CompileError
 
@@ -141,6 +142,7 @@ class NvrtcBackend(CudaBackend):
 
         def write(path: Path) -> None:
             code, log = compile_source(source, arch, label)
+            check_code(code, label, log)
             self.report(label, log)
             path.write_bytes(code)
 

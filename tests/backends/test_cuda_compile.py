@@ -7,6 +7,7 @@ import pytest
 
 import attnrt as at
 from attnrt.backends.cuda import append, merge_parts
+from attnrt.backends.cuda.machine_code import overwritten_operands
 from attnrt.backends.cuda.render import (
     ATTEND,
     DECODE,
@@ -119,7 +120,8 @@ def test_the_hopper_kernel(name):
     for kernel, spilled in zip(HOPPER, most, strict=True):
         source = render(s, kernel)
         assert waits(source, (kernel,))
-        _, log = nvrtc.compile_source(source, "sm_90a", name)
+        code, log = nvrtc.compile_source(source, "sm_90a", name)
+        assert overwritten_operands(code) == []
         used = nvrtc.resources(log)[kernel]
         assert used.registers * threads_of(s, kernel) <= REGISTERS
         assert used.spilled <= spilled, used
@@ -145,7 +147,8 @@ def test_the_wide_kernel(name):
     s = spec(**changes)
     source = render(s, WIDE)
     assert waits(source, (WIDE,))
-    _, log = nvrtc.compile_source(source, "sm_90a", name)
+    code, log = nvrtc.compile_source(source, "sm_90a", name)
+    assert overwritten_operands(code) == []
     used = nvrtc.resources(log)[WIDE]
     assert used.registers * threads_of(s, WIDE) * WIDE_CTAS <= REGISTERS
     assert used.spilled <= most, used

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands that are overwritten while a product reads them are found in machine code; no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnrt.backends.cuda.machine_code import check_code, overwritten_operands
+from attnrt.errors import CompileError
+
+nvrtc = pytest.importorskip("attnrt.backends.cuda.nvrtc")
+if nvrtc.why_not_nvrtc() is not None:
+    pytest.skip(nvrtc.why_not_nvrtc(), allow_module_level=True)
+pytestmark = pytest.mark.compile
+
+#: Two products with A in registers; what happens to A between them is filled in.
+TEXT = """
+extern "C" __global__ void kernel(float* out, const unsigned* in, unsigned long long desc) {
+  unsigned a[4] = {in[0], in[1], in[2], in[3]}, b[4] = {in[4], in[5], in[6], in[7]};
+  float o[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  asm volatile("wgmma.fence.sync.aligned;");
+  PRODUCT(a);
+  BETWEEN
+  PRODUCT(b);
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;");
+  for (int i = 0; i < 4; ++i) out[i * 128 + threadIdx.x] = o[i];
+}
+"""
+PRODUCT = """
+#define PRODUCT(x)                                                                                                  \\
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;" \\
+               : "+f"(o[0]), "+f"(o[1]), "+f"(o[2]), "+f"(o[3])                                                      \\
+               : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(desc))
+"""
+WAIT = 'asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; wgmma.fence.sync.aligned;");'
+
+
+def code_of(between):
+    return nvrtc.compile_source(PRODUCT + TEXT.replace("BETWEEN", between), "sm_90a", "products")[0]
+
+
+def patched(image):
+    """The same machine code, the second product reading A where the first does."""
+    words = bytearray(image)
+    at = [i for i in range(0, len(words) - 16, 16) if words[i] == 0xF0 and words[i + 1] & 15 == 0xD]
+    assert len(at) == 2
+    words[at[1] + 3] = words[at[0] + 3]
+    return bytes(words)
+
+
+def test_products_of_their_own_registers():
+    assert overwritten_operands(code_of("")) == []
+
+
+def test_products_that_share_registers():
+    image = patched(code_of(""))
+    assert overwritten_operands(image) == ["kernel"]
+    with pytest.raises(CompileError, match="operand that a product still reads"):
+        check_code(image, "the kernel of own", "a log")
+
+
+def test_a_wait_between_them():
+    assert overwritten_operands(patched(code_of(WAIT))) == []
+
+
+def test_other_bytes():
+    assert overwritten_operands(b"image") == []
