@@ -14,7 +14,7 @@
 #ifdef PREFILL_TRACE
 // Clocks of one worker: [role][tile or pass][kind]; its consumers' first warps and the loader's warps write them.
 __device__ unsigned long long trace_clock[6][512][8];
-#define ATTNRT_TRACE(role, t, kind)                                                                      \
+#define ATTNRT_TRACE(role, t, kind)                                                           \
   if (blockIdx.x == 5 && threadIdx.x % ((role) < 2 ? 128 : 32) == 0 && (t) >= 0 && (t) < 512) \
   trace_clock[role][t][kind] = clock64()
 #endif

@@ -107,8 +107,8 @@ struct PassRecord {
   int done;      // 1: no pass, the list has ended
 };
 
-// What a loader of boxes needs of a pass beside its record. One warp reads the plan, a few passes ahead of all others: a
-// walk is a chain of loads that take six hundred clocks each.
+// What a loader of boxes needs of a pass beside its record. One warp reads the plan, a few passes ahead of all others:
+// a walk is a chain of loads that take six hundred clocks each.
 struct PassKeys {
   KvList list;
   int low, high, live_low, live_high, shift;  // HopperKeys::Tile

@@ -12,9 +12,9 @@ class HopperMasks : public HopperRows<Config, Variant> {
   using Base = HopperRows<Config, Variant>;
 
  protected:
-  using Base::runs_, Base::span, Base::whole_begin_, Base::whole_end_;
   using Base::Base;
   using Base::lane_, Base::meta_, Base::p_, Base::params_, Base::pass_, Base::record, Base::row_of;
+  using Base::runs_, Base::span, Base::whole_begin_, Base::whole_end_;
   using typename Base::Row;
   static constexpr int kS =
       L::kTile / 2;  // registers of a score tile: (row g: 4j, 4j + 1), (row g + 8: 4j + 2, 4j + 3)
@@ -65,8 +65,8 @@ class HopperMasks : public HopperRows<Config, Variant> {
     }
   }
 
-  // What this thread's rows see of the part that is this lane's. The tile's words are there or on their way, and those of
-  // the next are asked for.
+  // What this thread's rows see of the part that is this lane's. The tile's words are there or on their way, and those
+  // of the next are asked for.
   __device__ __forceinline__ void look_at_own(unsigned (&own)[2], const Row (&rows)[2], int offset) {
     const int at = offset + lane_ % kParts * 32;
 #pragma unroll
@@ -146,9 +146,9 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
   // ------------------------------------------------------------------ masks by position
 
-  // Where positions run on, a row sees one run of offsets: two numbers say it all, counted from this thread's first key.
-  // Bits of `partial`, by half of the tile: 0 and 1 if the run of some row of the warp ends before the half does, 2 and 3
-  // if one begins after it.
+  // Where positions run on, a row sees one run of offsets: two numbers say it all, counted from this thread's first
+  // key. Bits of `partial`, by half of the tile: 0 and 1 if the run of some row of the warp ends before the half does,
+  // 2 and 3 if one begins after it.
   __device__ __forceinline__ void look_at_run(View& view, const Row (&rows)[2], int offset) const {
     const int last = min(rows[0].last, rows[1].last) - offset, first = max(rows[0].first, rows[1].first) - offset;
     view.partial = 0;

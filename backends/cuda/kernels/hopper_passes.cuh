@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The passes of a worker's list as the loader of boxes takes them: one warp reads the plan and writes, a few passes
 // ahead, all that consumers and the warps for Q, K and V ask of a pass; these read it from shared memory. A pass may be
-// as short as one tile, and a walk through the plan is a chain of loads of six hundred clocks each: so there is one walk,
-// and its links are as few as can be.
+// as short as one tile, and a walk through the plan is a chain of loads of six hundred clocks each: so there is one
+// walk, and its links are as few as can be.
 #pragma once
 #include "hopper_tables.cuh"
 
@@ -22,8 +22,9 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
   using typename Base::Bounds;
   using typename Base::Query;
   using typename Base::Tile;
-  static constexpr int kAhead = 4;      // tiles of the next pass that are asked for in L2
-  static constexpr int kMostAhead = 8;  // or as many boxes of theirs: each costs the warp 60 clocks for each of its slabs
+  static constexpr int kAhead = 4;  // tiles of the next pass that are asked for in L2
+  static constexpr int kMostAhead =
+      8;  // or as many boxes of theirs: each costs the warp 60 clocks for each of its slabs
 
   // ------------------------------------------------------------------ the warp that reads the plan
   __device__ __forceinline__ void run_rows() {
@@ -62,8 +63,8 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
            !meta_.pass[L::table(count)].done;
   }
 
-  // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's box. What a
-  // pass says is copied first: its table may be written anew as soon as the pass's last tile is used. `map`, `div`,
+  // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's box. What
+  // a pass says is copied first: its table may be written anew as soon as the pass's last tile is used. `map`, `div`,
   // `columns`: where the first tiles of the next pass are asked for.
   template <class F>
   __device__ __forceinline__ void walk_boxes(const TensorMap& map, const FastDiv& div, int columns, F&& f) const {
@@ -156,8 +157,8 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
   }
   __device__ __forceinline__ static WorkItem item_of(int word) {
     auto get = [&](int i) { return __shfl_sync(0xffffffffu, word, i); };
-    return {get(0), get(1), get(2), get(3), get(4), get(5), get(6), get(7), get(8), get(9), get(10), get(11), get(12),
-            get(13)};
+    return {get(0), get(1), get(2), get(3),  get(4),  get(5),  get(6),
+            get(7), get(8), get(9), get(10), get(11), get(12), get(13)};
   }
 
   __device__ __forceinline__ void open_part(int part) {
@@ -165,13 +166,13 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
     copy_words(meta_.part, p_.plan->parts[part]);
     const PartDesc& x = meta_.part;
     const int* base = reinterpret_cast<const int*>(x.kv_base);
-    mine_ = lane_ <= kNext                       ? x.indptr
+    mine_ = lane_ <= kNext                         ? x.indptr
             : lane_ == kBase || lane_ == kBaseHigh ? base
-            : lane_ == kPos                      ? x.kv_pos
-            : lane_ == kOffset                   ? x.kv_offset
-            : lane_ == kBegin                    ? x.kv_begin
-            : lane_ == kEnd                      ? x.kv_end
-                                                 : nullptr;
+            : lane_ == kPos                        ? x.kv_pos
+            : lane_ == kOffset                     ? x.kv_offset
+            : lane_ == kBegin                      ? x.kv_begin
+            : lane_ == kEnd                        ? x.kv_end
+                                                   : nullptr;
   }
 
   __device__ __forceinline__ int fetch_list(const WorkItem& item, int head) const {

@@ -92,8 +92,8 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   }
 
   // ------------------------------------------------------------------ results
-  // Accumulators of one of a thread's rows, elements 8 n + 2 (lane % 4) + e at 2 n + e, and so many at a time: registers
-  // are full here.
+  // Accumulators of one of a thread's rows, elements 8 n + 2 (lane % 4) + e at 2 n + e, and so many at a time:
+  // registers are full here.
   static constexpr int kPart = kO / 2, kMost = L::kHooks ? 8 : 16, kChunk = kMost < kPart ? kMost : kPart;
 
   // What becomes of a leaf: folded onto those before it, stored as a state, or, at the end of its pass, finished rows.
@@ -129,7 +129,8 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     const float4 x = closing.first ? make_float4(neg_inf(), neg_inf(), 0.0f, 0.0f) : *heads;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      fold[half] = fold_head<Variant::use_softmax>(half ? x.y : x.x, half ? x.w : x.z, closing.m[half], closing.l[half]);
+      fold[half] =
+          fold_head<Variant::use_softmax>(half ? x.y : x.x, half ? x.w : x.z, closing.m[half], closing.l[half]);
       closing.m[half] = fold[half].m;
       closing.l[half] = fold[half].l;
     }
@@ -157,7 +158,8 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     }
   }
 
-  __device__ __forceinline__ void store_state(const Closing& closing, int half, int group, const float (&x)[kChunk]) const {
+  __device__ __forceinline__ void store_state(const Closing& closing, int half, int group,
+                                              const float (&x)[kChunk]) const {
     const long long at = closing.to[half];
     if (at == kNothing) return;
     if (group == 0 && lane_ % 4 == 0) {
@@ -199,7 +201,8 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
 
   // A quad holds four columns' worth of 16 bytes in pairs of elements: a 4 x 4 transposition among its lanes gives each
   // lane 16 bytes of its own.
-  __device__ __forceinline__ void store_rows(const Closing& closing, int half, int group, const float (&x)[kChunk]) const {
+  __device__ __forceinline__ void store_rows(const Closing& closing, int half, int group,
+                                             const float (&x)[kChunk]) const {
     const int lane = lane_ % 4;
     constexpr ptx::Half16 kOut = kHalf<Config::out_type>;
     const float inverse = closing.row[half].inverse;

@@ -149,7 +149,7 @@ __device__ __forceinline__ Turn operator+(const Turn& a, const Turn& b) {
 // the turns of positions 0 to 8, the pairs' phases, and a row for each warp with the turns of the 32 positions at hand.
 template <int kUnits>
 struct TurnTable {
-  static constexpr int kEight = 8, kPhases = 9, kOwn = 10;
+  static constexpr int kEight = 8, kPhases = 9, kOwnRow = 10;
   unsigned at;
   __device__ __forceinline__ static int place(int row, int d) {
     return ((row * 2 + d / 2 % 2) * kUnits + d / 4) * 2 + d % 2;
@@ -210,7 +210,7 @@ class RowTurner {
     if (__all_sync(0xffffffffu, mine == kDeadKey || mine == iadd(first, lane % kRows))) {
       run_on(tile, turns, row0, lane, warp, first);
     } else {
-      run_any(tile + row0 * 128, {turns}, Table::kOwn + warp, lane, [&](int row) { return pos(row0 + row); });
+      run_any(tile + row0 * 128, {turns}, Table::kOwnRow + warp, lane, [&](int row) { return pos(row0 + row); });
     }
   }
 
@@ -218,7 +218,7 @@ class RowTurner {
   __device__ __forceinline__ static void run_on(unsigned tile, unsigned turns, int row0, int lane, int warp,
                                                 int first) {
     const Table table = {turns};
-    const int off = first & 31, own = Table::kOwn + warp;
+    const int off = first & 31, own = Table::kOwnRow + warp;
     tile += row0 * 128;
 #pragma unroll 1
     for (int block = -off; block < kRows; block += 32) {
