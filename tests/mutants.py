@@ -303,6 +303,13 @@ CUDA_MUTANTS = (
         file=KERNELS + "hopper_masks.cuh",
         old="__funnelshift_rc(0xffffffffu, 0u, max(32 - n, 0))",
         new="__funnelshift_rc(0xffffffffu, 0u, max(33 - n, 0))",
+        test=EMULATED_HOPPER + " -k a_mask_of_bits",
+    ),
+    Mutant(
+        name="a run of keys ends one key late (Hopper)",
+        file=KERNELS + "hopper_masks.cuh",
+        old="end == 0 ? key < bound : key >= bound",
+        new="end == 0 ? key <= bound : key >= bound",
         test=EMULATED_HOPPER + " -k 'boxes_and_keys and 16'",
     ),
     Mutant(
