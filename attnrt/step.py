@@ -67,9 +67,8 @@ class Stepper:
     )
 
     def __init__(self, runtime: Runtime) -> None:
-        self._held = weakref.ref(
-            runtime
-        )  # which holds this: its memory goes when it goes, not when cycles are looked for
+        # The runtime holds this: its memory goes when it goes, not when cycles are looked for.
+        self._held = weakref.ref(runtime)
         self.deterministic = runtime.deterministic
         self._native: Any = None
         self._key: tuple[Any, ...] = ()

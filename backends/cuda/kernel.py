@@ -140,19 +140,8 @@ class Repeat:
     """
 
     __slots__ = (
-        *(
-            "_any_team",
-            "_args",
-            "_box",
-            "_call",
-            "_encoded",
-            "_heads",
-            "_kernel",
-            "_limits",
-            "_loaded",
-            "_maps",
-        ),
-        *("_memory", "_names", "_params", "_record", "_run", "native"),
+        *("_any_team", "_args", "_box", "_call", "_encoded", "_heads", "_kernel", "_limits", "_loaded"),
+        *("_mapped", "_maps", "_memory", "_names", "_params", "_record", "_run", "native"),
     )
 
     def __init__(self, kernel: CudaKernel, call: Call, limits: Limits | None) -> None:
@@ -164,6 +153,7 @@ class Repeat:
         self._memory, self._args = kernel.arguments(call)
         self._maps = self._args + kernel.maps_at if kernel.maps_at else None
         self._box = self._encoded = boxes.NO_BOXES  # of the Hopper kernel, and of the maps
+        self._mapped: tuple[int, bool] | None = None  # what the maps were chosen for
         record = self._record = ffi.new("attnrt_run_t *")
         record.args, record.forbid_capture = self._args, limits is None
         record.aligned_k = pack.aligned(call.k, kernel.itemsize)
@@ -186,8 +176,11 @@ class Repeat:
         self._choose()
 
     def _new_maps(self, names: tuple[str, ...]) -> None:
-        kernel = self._kernel
-        box = boxes.encoded(self._box, WIDE in names, self._call, kernel.spec)
+        kernel, wanted = self._kernel, (self._box, WIDE in names)
+        if wanted == self._mapped:
+            return
+        self._mapped = wanted
+        box = boxes.encoded(*wanted, self._call, kernel.spec)
         if box != self._encoded:
             boxes.encode(kernel.device.index, self._maps, self._call, box, kernel.spec)
             self._encoded = box

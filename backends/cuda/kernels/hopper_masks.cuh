@@ -13,7 +13,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
  protected:
   using Base::Base;
-  using Base::lane_, Base::meta_, Base::p_, Base::params_, Base::pass_, Base::record, Base::row_of;
+  using Base::lane_, Base::meta_, Base::params_, Base::pass_, Base::row_of;
   using Base::runs_, Base::span, Base::whole_begin_, Base::whole_end_;
   using typename Base::Row;
   static constexpr int kS =

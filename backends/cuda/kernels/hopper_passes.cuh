@@ -15,8 +15,8 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
 
  protected:
   using Base::arrived_half, Base::arrived_q, Base::bar, Base::bound_, Base::bounds_of, Base::copy_queries, Base::evenly,
-      Base::fetch_block, Base::fetch_query, Base::lane_, Base::locate, Base::make_row, Base::maps_, Base::meta_,
-      Base::narrow, Base::p_, Base::query_offset, Base::slot_in;
+      Base::fetch_block, Base::fetch_query, Base::lane_, Base::locate, Base::make_row, Base::meta_, Base::narrow,
+      Base::p_, Base::query_offset, Base::slot_in;
   using Base::Base;
   using Base::wait_half, Base::wait_queries, Base::wait_table, Base::write_bounds, Base::write_row;
   using typename Base::Bounds;

@@ -13,8 +13,7 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
   using Base = HopperKeys<Config, Variant, kHow>;
 
  protected:
-  using Base::arrived_half, Base::arrived_q, Base::bar, Base::base_, Base::bound_, Base::kNoShift, Base::lane_,
-      Base::meta_, Base::p_;
+  using Base::bar, Base::base_, Base::bound_, Base::kNoShift, Base::lane_, Base::meta_, Base::p_;
   using Base::Base;
   using Base::params_, Base::want;
   using typename Base::Tile;
