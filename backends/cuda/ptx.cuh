@@ -167,24 +167,24 @@ ATTNRT_DEV void bar_arrive(u32 id, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Reads past the first-level cache: what another CTA of the same kernel has written.
-ATTNRT_DEV float load_l2(const float* p) {
-  float x;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
-  return x;
-}
-ATTNRT_DEV float2 load_l2(const float2* p) {
-  float2 x;
-  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(p) : "memory");
-  return x;
-}
-ATTNRT_DEV float4 load_l2(const float4* p) {
-  float4 x;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "l"(p)
+// Reads past the first-level cache what another CTA of the same kernel has written; x stays if not `wanted`.
+ATTNRT_DEV void load_l2(const float* p, float (&x)[1], bool wanted) {
+  asm volatile("{.reg .pred P; setp.ne.b32 P, %2, 0; @P ld.global.cg.f32 %0, [%1];}"
+               : "+f"(x[0])
+               : "l"(p), "r"(static_cast<int>(wanted))
                : "memory");
-  return x;
+}
+ATTNRT_DEV void load_l2(const float2* p, float (&x)[2], bool wanted) {
+  asm volatile("{.reg .pred P; setp.ne.b32 P, %3, 0; @P ld.global.cg.v2.f32 {%0,%1}, [%2];}"
+               : "+f"(x[0]), "+f"(x[1])
+               : "l"(p), "r"(static_cast<int>(wanted))
+               : "memory");
+}
+ATTNRT_DEV void load_l2(const float4* p, float (&x)[4], bool wanted) {
+  asm volatile("{.reg .pred P; setp.ne.b32 P, %5, 0; @P ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];}"
+               : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+               : "l"(p), "r"(static_cast<int>(wanted))
+               : "memory");
 }
 
 // Adds to a counter of the device; release before, acquire after, for the whole device.

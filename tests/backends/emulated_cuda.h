@@ -361,9 +361,10 @@ ATTNRT_DEV void cp_async_wait() {
   }
 }
 ATTNRT_DEV void prefetch_l2(const void*) {}
-template <class T>
-ATTNRT_DEV T load_l2(const T* p) {
-  return *p;
+template <class T, int kCount>
+ATTNRT_DEV void load_l2(const T* p, float (&x)[kCount], bool wanted) {
+  static_assert(sizeof(T) == sizeof(x), "one word of each");
+  if (wanted) memcpy(x, p, sizeof(x));
 }
 ATTNRT_DEV u32 count_up(u32* counter, u32 by) {
   const u32 old = *counter;

@@ -523,15 +523,16 @@ class Decode {
     sync();
     const unsigned last = meta_.last;
     if (!last) return;
-    const Merge<Config, Variant, L::kMergeBatch> merge(p_, plan(), params_, rows.slots);
+    const Merge<Config, Variant, L::kMergeBatch, L::kSlices> merge(p_, plan(), params_, rows.slots,
+                                                                   warp_ % L::kSlices);
 #pragma unroll 1
     for (int r = 0; r < L::kRows; ++r) {
       if (!(last >> r & 1)) continue;
 #pragma unroll 1
-      for (int head = rows.head * Config::group + warp_; head < (rows.head + 1) * Config::group; head += L::kWarps) {
-        const auto state = merge.states(rows.merge_begin[r], rows.merge_end[r], head);
+      for (int i = warp_ / L::kSlices; i < Config::group; i += L::kWarps / L::kSlices) {
         Ctx c = row_ctx<Config, Variant>(p_, rows, r, rows.head);
-        c.qo_head = head;
+        c.qo_head = rows.head * Config::group + i;
+        const auto state = merge.states(rows.merge_begin[r], rows.merge_end[r], c.qo_head);
         merge.finish(c, state);
       }
     }

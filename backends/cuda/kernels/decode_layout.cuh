@@ -41,6 +41,8 @@ struct DecodeLayout {
   static constexpr int kSets = kBlocks == 1 && !kHooks ? 2 : 1;  // of Q and its tables: the next pass is laid out early
   static constexpr int kSlots = kBlocks == 1 ? 64 : 16;
   static constexpr int kMergeBatch = kBlocks == 1 ? 8 : 2;
+  // Of a merge's columns, where there are fewer heads than warps.
+  static constexpr int kSlices = Config::group == 1 && kDim == 128 ? 4 : Config::group <= 2 ? 2 : 1;
   static constexpr int kPitchQ = kDim * 2 + 16;
   // In a group's own memory.
   static constexpr int kOffsetP = 0;

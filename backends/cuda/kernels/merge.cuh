@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Folds the stored states of rows that several items share, then finishes them. One warp per (row, query head), lanes
-// over columns.
+// over columns, or several warps with a slice of the columns each.
 #pragma once
 #include "attnrt_variant.h"
 #include "finish.cuh"
 
 namespace attnrt {
 
-// kMost: accumulators in flight, where registers are few.
-template <class Config, class Variant, int kMost = 8>
+// kMost: accumulators of four columns in flight, where registers are few. kSlices: of a head's columns.
+template <class Config, class Variant, int kMost = 8, int kSlices = 1>
 class Merge {
-  static constexpr int kCols = (Config::head_dim_vo + 31) / 32;  // columns per lane
+  static constexpr int kCols = (Config::head_dim_vo / kSlices + 31) / 32;  // columns per lane
   static constexpr bool kVector =
       Config::head_dim_vo % 32 == 0 && (kCols == 2 || kCols == 4);  // neighbours, else lane, lane + 32, ...
-  static constexpr int kBatch = kCols <= 4 ? kMost : kCols <= 8 ? 4 : 2;
+  static constexpr int kBatch = kCols <= 4 ? (kCols == 1 ? 2 * kMost : kMost) : kCols <= 8 ? 4 : 2;
+  static_assert(kSlices == 1 || Config::head_dim_vo % (32 * kSlices) == 0, "whole lanes");
   static constexpr int kLevels = 24;  // pairwise tree: up to 2^24 leaves
 
  public:
@@ -23,11 +24,17 @@ class Merge {
 
   // `plan` is the header or its top (no part of which is read but by find_request).
   __device__ __forceinline__ Merge(const RunParams& p, const PlanHeader& plan, const ParamRef* params)
-      : p_(p), plan_(plan), params_(params), slots_(plan.merge_slots), lane_(threadIdx.x % 32) {}
+      : Merge(p, plan, params, plan.merge_slots, 0) {}
 
-  // The same with another copy of the list's slots, by place in the list.
-  __device__ __forceinline__ Merge(const RunParams& p, const PlanHeader& plan, const ParamRef* params, const int* slots)
-      : p_(p), plan_(plan), params_(params), slots_(slots), lane_(threadIdx.x % 32) {}
+  // The same with another copy of the list's slots, by place in the list, and for a slice of the columns.
+  __device__ __forceinline__ Merge(const RunParams& p, const PlanHeader& plan, const ParamRef* params, const int* slots,
+                                   int slice)
+      : p_(p),
+        plan_(plan),
+        params_(params),
+        slots_(slots),
+        lane_(threadIdx.x % 32),
+        first_(slice * (Config::head_dim_vo / kSlices)) {}
 
   __device__ __forceinline__ void run() {
     const int warps = blockDim.x / 32 * gridDim.x;
@@ -73,7 +80,7 @@ class Merge {
   __device__ __forceinline__ void finish(const Ctx& c, const State& s) const {
     typedef typename Bits<Config::out_type>::type Element;
     const FinishRow row = finish_head<Variant>(params_, c, s.m, s.l);
-    if (lane_ == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
+    if (lane_ == 0 && first_ == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
 #pragma unroll
     for (int i = 0; i < kCols; ++i) {
       const int col = col_of(i);
@@ -85,23 +92,22 @@ class Merge {
   }
 
  private:
-  __device__ __forceinline__ int col_of(int i) const { return kVector ? lane_ * kCols + i : lane_ + 32 * i; }
+  __device__ __forceinline__ int col_of(int i) const { return first_ + (kVector ? lane_ * kCols + i : lane_ + 32 * i); }
 
-  __device__ __forceinline__ void load_acc(unsigned at, float (&acc)[kCols]) const {
-    const float* from = plan_.partial_acc + static_cast<long long>(at) * Config::head_dim_vo;
+  // Reads nothing if not `wanted`.
+  __device__ __forceinline__ void load_acc(unsigned at, float (&acc)[kCols], bool wanted = true) const {
+    const float* from = plan_.partial_acc + static_cast<long long>(at) * Config::head_dim_vo + col_of(0);
     if constexpr (kVector && kCols == 4) {
-      const float4 x = ptx::load_l2(reinterpret_cast<const float4*>(from) + lane_);
-      acc[0] = x.x;
-      acc[1] = x.y;
-      acc[2] = x.z;
-      acc[3] = x.w;
+      ptx::load_l2(reinterpret_cast<const float4*>(from), acc, wanted);
     } else if constexpr (kVector && kCols == 2) {
-      const float2 x = ptx::load_l2(reinterpret_cast<const float2*>(from) + lane_);
-      acc[0] = x.x;
-      acc[1] = x.y;
+      ptx::load_l2(reinterpret_cast<const float2*>(from), acc, wanted);
     } else {
 #pragma unroll
-      for (int i = 0; i < kCols; ++i) acc[i] = col_of(i) < Config::head_dim_vo ? ptx::load_l2(from + col_of(i)) : 0.0f;
+      for (int i = 0; i < kCols; ++i) {
+        float x[1] = {acc[i]};
+        ptx::load_l2(from + 32 * i, x, wanted && col_of(i) < Config::head_dim_vo);
+        acc[i] = x[0];
+      }
     }
   }
 
@@ -110,10 +116,16 @@ class Merge {
     return static_cast<unsigned>(slots_[entry]) * p_.num_qo_heads + head;
   }
 
+  __device__ __forceinline__ float2 load_head(unsigned at) const {
+    float ml[2];
+    ptx::load_l2(reinterpret_cast<const float2*>(plan_.partial_ml) + at, ml, true);
+    return make_float2(ml[0], ml[1]);
+  }
+
   __device__ __forceinline__ State load(int entry, int head) const {
     const unsigned at = state_of(entry, head);
-    State s;
-    const float2 ml = ptx::load_l2(reinterpret_cast<const float2*>(plan_.partial_ml) + at);
+    State s = empty();
+    const float2 ml = load_head(at);
     s.m = ml.x;
     s.l = ml.y;
     load_acc(at, s.acc);
@@ -128,24 +140,22 @@ class Merge {
     for (int i = 0; i < kCols; ++i) a.acc[i] = fold_acc(f, a.acc[i], b.acc[i]);
   }
 
-  // Of states e to e + kBatch - 1 of 32 (past the end: the last one again).
-  __device__ __forceinline__ void load_batch(unsigned mine, int e, float (&acc)[kBatch][kCols]) const {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) load_acc(__shfl_sync(0xffffffffu, mine, (e + i) % 32), acc[i]);
-  }
-
   // In order. What a state needs is read for many at once, since each read costs the latency of memory: the heads of 32
   // states by the lanes, which find the factors of all 32 folds at once (a maximum has one value in any order), then
-  // the accumulators of kBatch.
+  // the accumulators of kBatch, each of which makes room for a later one. There is no branch: adding -0 changes no bit,
+  // and -0 * 0 + x is x, so empty states and the first one that is not take the same way.
   __device__ __forceinline__ State sequential(int begin, int end, int head) const {
     State s = empty();
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) s.acc[j] = -0.0f;
 #pragma unroll 1
     for (int first = begin; first < end; first += 32) {
       const int count = min(32, end - first);
       const unsigned mine = state_of(first + min(lane_, count - 1), head);
-      const float2 ml = ptx::load_l2(reinterpret_cast<const float2*>(plan_.partial_ml) + mine);
+      const float2 ml = load_head(mine);
       float acc[kBatch][kCols];
-      load_batch(mine, 0, acc);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) load_acc(__shfl_sync(0xffffffffu, mine, i), acc[i]);
       const float m = lane_ < count ? ml.x : neg_inf();
       float upto = m;  // largest m so far
 #pragma unroll
@@ -156,31 +166,25 @@ class Merge {
       upto = fmaxf(upto, s.m);
       float before = __shfl_sync(0xffffffffu, upto, max(lane_ - 1, 0));
       if (lane_ == 0) before = s.m;
-      const Fold mine_fold = fold_head<Variant::use_softmax>(before, 0.0f, m, 0.0f);
-      const unsigned plain = __ballot_sync(0xffffffffu, mine_fold.take == 0);
-      const unsigned takes = __ballot_sync(0xffffffffu, mine_fold.take == 2);
+      const Fold f = fold_head<Variant::use_softmax>(before, 0.0f, m, 0.0f);
+      const float l = f.take == 1 ? 0.0f : __fmul_rn(ml.y, f.scale_b);
+      const unsigned skipped = __ballot_sync(0xffffffffu, f.take == 1);
 #pragma unroll 1
       for (int e = 0; e < count; e += kBatch) {
-        if (e > 0) load_batch(mine, e, acc);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          const float a = __shfl_sync(0xffffffffu, mine_fold.scale_a, (e + i) % 32);
-          const float b = __shfl_sync(0xffffffffu, mine_fold.scale_b, (e + i) % 32);
-          const float l = __shfl_sync(0xffffffffu, ml.y, (e + i) % 32);
-          if (plain >> (e + i) & 1) {
-            s.l = Variant::use_softmax ? __fadd_rn(__fmul_rn(s.l, a), __fmul_rn(l, b)) : 1.0f;
+          const float a = __shfl_sync(0xffffffffu, f.scale_a, e + i), b = __shfl_sync(0xffffffffu, f.scale_b, e + i);
+          const bool skip = skipped >> (e + i) & 1;
+          s.l = __fadd_rn(__fmul_rn(s.l, a), __shfl_sync(0xffffffffu, l, e + i));
 #pragma unroll
-            for (int j = 0; j < kCols; ++j) s.acc[j] = __fadd_rn(__fmul_rn(s.acc[j], a), __fmul_rn(acc[i][j], b));
-          } else if (takes >> (e + i) & 1) {
-            s.l = l;
-#pragma unroll
-            for (int j = 0; j < kCols; ++j) s.acc[j] = acc[i][j];
-          }
+          for (int j = 0; j < kCols; ++j)
+            s.acc[j] = __fadd_rn(__fmul_rn(s.acc[j], a), skip ? -0.0f : __fmul_rn(acc[i][j], b));
+          load_acc(__shfl_sync(0xffffffffu, mine, (e + kBatch + i) % 32), acc[i], e + kBatch < count);
         }
       }
       s.m = __shfl_sync(0xffffffffu, upto, 31);
     }
-    return s;
+    return s.m == neg_inf() ? empty() : s;
   }
 
   // Spans split at the largest power of two below them: a binary counter over the absolute leaf index, missing leaves
@@ -236,7 +240,7 @@ class Merge {
   const PlanHeader& plan_;
   const ParamRef* params_;
   const int* slots_;
-  int lane_;
+  int lane_, first_;  // column of the slice
 };
 
 }  // namespace attnrt
