@@ -137,8 +137,14 @@ struct DecodeMemory {
 
   // What of the ring is the group's: it is shared by those groups of the CTA that have work.
   __device__ __forceinline__ void share(M& meta, int group, int workers) const {
-    const int grid = static_cast<int>(gridDim.x), busy = max(1, min(groups, (workers + grid - 1) / grid));
-    const int tables = groups * L::kTiles / busy, stages = min(groups * L::kStages / busy, 2 * tables - 1);
+    // Without a division: many instructions, one after the other, before anything is asked for.
+    const int grid = static_cast<int>(gridDim.x);
+    int busy = 1;
+#pragma unroll
+    for (int i = 1; i < L::kMostGroups; ++i) busy += i < groups && workers > i * grid;
+    static_assert(L::kMostGroups == 4 && L::kMostStages < 256, "1 / 3 is 171 / 512 for numbers so small");
+    const auto part = [&](int x) { return busy == 3 ? x * 171 >> 9 : x >> busy / 2; };
+    const int tables = part(groups * L::kTiles), stages = min(part(groups * L::kStages), 2 * tables - 1);
     meta.stages = stages;
     meta.top = groups * kGroupBytes;
     meta.tiles = stages / 2 + 1;

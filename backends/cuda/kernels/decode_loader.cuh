@@ -54,7 +54,6 @@ class DecodeLoader {
     ring_ = ptx::smem_addr(memory_.smem) + meta_.ring;
     stages_ = meta_.stages;
     ATTNRT_MARK(2);
-    flags_ = is_near(p_.k, p_.num_qo_heads) && is_near(p_.v, p_.num_qo_heads) ? kNear : 0;
     // Which items come is kept in shared memory: the lanes' registers are wanted for copies.
     if (worker < plan.firsts && meta_.first.flags & kFirstItem) {
       flags_ |= kGiven;
@@ -126,9 +125,15 @@ class DecodeLoader {
     int mine = 0;
     if (at + sizeof(FirstItem) <= p_.behind + sizeof(PlanHeader))
       mine = reinterpret_cast<const int*>(header + at)[lane_];
+    int i = group_ * 32 + lane_, word = 0;
+    if (i < TopOfPlan::kWords) word = reinterpret_cast<const int*>(header)[i];
+    // While these are on their way.
+    flags_ = is_near(p_.k, p_.num_qo_heads) && is_near(p_.v, p_.num_qo_heads) ? kNear : 0;
 #pragma unroll 1
-    for (int i = group_ * 32 + lane_; i < TopOfPlan::kWords; i += memory_.groups * 32)
-      memory_.top().words[i] = reinterpret_cast<const int*>(header)[i];
+    while (i < TopOfPlan::kWords) {
+      memory_.top().words[i] = word;
+      if ((i += memory_.groups * 32) < TopOfPlan::kWords) word = reinterpret_cast<const int*>(header)[i];
+    }
     reinterpret_cast<int*>(&meta_.first)[lane_] = mine;
     ptx::bar_sync(1 + L::kMostGroups, memory_.groups * 32);  // of the warps that load
   }
@@ -214,8 +219,10 @@ class DecodeLoader {
         }
         // The rest of what the pass needs is laid out while the first keys are on their way.
         if (!values && flags_ & kFirst) open(head, first);
-        if (item_.slot >= 0 && (values ? (flags_ & (kFirst | kMore)) == kFirst : (flags_ & kSecond) != 0))
-          find_merges(head, first);
+        // While keys are on their way: the last ones where all is known, the second tile's where there is to search.
+        const unsigned state = flags_ & (kFirst | kSecond | kMore);
+        const bool search = values ? state == kFirst : (state & kSecond) != 0, last = values && !(state & kMore);
+        if (item_.slot >= 0 && (knows_merge() ? last : search)) find_merges(head, first);
         arrive();
         ATTNRT_MARK(values ? 7 : 6);
       }
@@ -432,12 +439,14 @@ class DecodeLoader {
     }
   }
 
+  __device__ __forceinline__ bool knows_merge() const { return flags_ & kGiven && meta_.first.flags & kFirstMerge; }
+
   // Where the states of the pass's queries are counted and merged: a lane per row searches the merge list, which rises
   // with row and head. While the last keys are on their way.
   __device__ __forceinline__ void find_merges(int head, int first) const {
     auto& rows = meta_.rows[set_];
     const PlanHeader& plan = plan_;
-    if (flags_ & kGiven && meta_.first.flags & kFirstMerge) {
+    if (knows_merge()) {
       const FirstItem& f = meta_.first;
       const int count = f.merge_end - f.merge_begin;
       if (lane_ < L::kRows) {
