@@ -96,7 +96,7 @@ class DecodeLoader {
     if (plan.counters) finish_empty(p_, plan, params_, worker, memory_.groups * gridDim.x);
     await(meta_.empty[stage_], phase_);
     if (lane_ == 0) table().span = make_int4(0, 0, kOver, 0);
-    arrive();
+    complete(stage_);
   }
 
  private:
@@ -108,10 +108,13 @@ class DecodeLoader {
   __device__ __forceinline__ DecodeTile<L>& table() const { return memory_.tiles(meta_)[table_]; }
 
   // This stage is complete when all lanes' copies have landed. The tables are written by now.
-  __device__ __forceinline__ void arrive() {
-    const unsigned barrier = ptx::smem_addr(&meta_.full[stage_]);
+  __device__ __forceinline__ void complete(int stage) const {
+    const unsigned barrier = ptx::smem_addr(&meta_.full[stage]);
     ptx::cp_async_mbar_arrive_noinc(barrier);
     ptx::mbar_arrive_warp(barrier, lane_);
+  }
+
+  __device__ __forceinline__ void advance() {
     if (++stage_ == stages_) {
       stage_ = 0;
       phase_ ^= 1;
@@ -217,13 +220,19 @@ class DecodeLoader {
           if (!values) tabulate(now, flags, pos, slot);
           copy(kv, head, slot);
         }
-        // The rest of what the pass needs is laid out while the first keys are on their way.
-        if (!values && flags_ & kFirst) open(head, first);
+        // The rest of what the pass needs is laid out while its first tile is on its way, which is complete after that.
+        if (!values && flags_ & kFirst) {
+          advance();
+          continue;
+        }
+        if (values && flags_ & kFirst) open(head, first);
         // While keys are on their way: the last ones where all is known, the second tile's where there is to search.
         const unsigned state = flags_ & (kFirst | kSecond | kMore);
         const bool search = values ? state == kFirst : (state & kSecond) != 0, last = values && !(state & kMore);
         if (item_.slot >= 0 && (knows_merge() ? last : search)) find_merges(head, first);
-        arrive();
+        if (values && flags_ & kFirst) complete(stage_ == 0 ? stages_ - 1 : stage_ - 1);
+        complete(stage_);
+        advance();
         ATTNRT_MARK(values ? 7 : 6);
       }
       flags_ = flags_ & kFirst ? flags_ ^ (kFirst | kSecond) : flags_ & ~kSecond;
