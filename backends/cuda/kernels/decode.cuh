@@ -40,6 +40,7 @@ class Decode {
   using L = DecodeLayout<Config, Variant>;
   using M = DecodeMeta<L, Variant>;
   using Rows = DecodeRows<L, Variant>;
+  using Merges = DecodeMerges<Config, Variant>;
   static constexpr int kN = L::kBlocks;
   static constexpr int kCT = L::kColTiles;
   static constexpr int kSteps = L::kDim / 16;
@@ -114,7 +115,12 @@ class Decode {
         if (rows.slot < 0) finish(rows, total);
       }
       ATTNRT_MARK(19);
-      if (rows.slot >= 0 && plan().counters) merge(rows, rows.fold ? 1 : leaf);
+      if (rows.slot >= 0 && plan().counters) {
+        sync();
+        if (warp_ == 0) Merges::count(meta_, plan(), rows, rows.fold ? 1 : leaf);
+        sync();
+        Merges::merge(p_, plan(), params_, rows, meta_.last, warp_);
+      }
       ATTNRT_MARK(20);
       ptx::mbar_arrive_warp(ptx::smem_addr(&meta_.spare[set_]), lane_);
       set_ = set_ + 1 == L::kSets ? 0 : set_ + 1;
@@ -499,41 +505,6 @@ class Decode {
           to[col_of(j, 0)] = s.acc[0][j][0];
           to[col_of(j, 1)] = s.acc[0][j][2];
         }
-      }
-    }
-  }
-
-  // The pass's states are stored. Queries that have all theirs now, from whichever CTAs, are merged here and now: each
-  // state is counted, and who counts the last one folds them in their order.
-  __device__ __forceinline__ void merge(const Rows& rows, int states) const {
-    sync();
-    if (warp_ == 0) {
-      const int r = lane_;
-      bool last = false;
-      if (r < L::kRows && rows.counter[r] >= 0) {
-        const int heads = min(Config::group - (rows.first + r) % Config::group, L::kRows - r);
-        const unsigned all = (rows.merge_end[r] - rows.merge_begin[r]) * Config::group, mine = states * heads;
-        unsigned* const counter = plan().counters + rows.counter[r];
-        last = ptx::count_up(counter, mine) + mine == all;
-        if (last) *counter = 0;
-      }
-      const unsigned found = __ballot_sync(0xffffffffu, last);
-      if (r == 0) meta_.last = found;
-    }
-    sync();
-    const unsigned last = meta_.last;
-    if (!last) return;
-    const Merge<Config, Variant, L::kMergeBatch, L::kSlices> merge(p_, plan(), params_, rows.slots,
-                                                                   warp_ % L::kSlices);
-#pragma unroll 1
-    for (int r = 0; r < L::kRows; ++r) {
-      if (!(last >> r & 1)) continue;
-#pragma unroll 1
-      for (int i = warp_ / L::kSlices; i < Config::group; i += L::kWarps / L::kSlices) {
-        Ctx c = row_ctx<Config, Variant>(p_, rows, r, rows.head);
-        c.qo_head = rows.head * Config::group + i;
-        const auto state = merge.states(rows.merge_begin[r], rows.merge_end[r], c.qo_head);
-        merge.finish(c, state);
       }
     }
   }

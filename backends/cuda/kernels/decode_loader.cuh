@@ -8,9 +8,8 @@
 // tiles; all lanes copy.
 #pragma once
 #include "cursor.cuh"
-#include "decode_layout.cuh"
+#include "decode_merge.cuh"
 #include "loader.cuh"
-#include "merge.cuh"
 #include "rows.cuh"
 
 namespace attnrt {
@@ -20,6 +19,7 @@ class DecodeLoader {
   using L = DecodeLayout<Config, Variant>;
   using M = DecodeMeta<L, Variant>;
   using Memory = DecodeMemory<Config, Variant>;
+  using Merges = DecodeMerges<Config, Variant>;
   // Lanes that copy a row, 16 bytes each, in pieces of 128 bytes: the fewer addresses the better, since a warp can issue a
   // copy in a quarter of the time that the next one's address takes.
   static constexpr int kLanes = L::kRowBytes < 128 ? L::kRowBytes / 16 : 8;
@@ -93,7 +93,7 @@ class DecodeLoader {
       }
       __syncwarp();  // all lanes have read the item
     }
-    if (plan.counters) finish_empty(p_, plan, params_, worker, memory_.groups * gridDim.x);
+    if (plan.counters) Merges::finish_empty(p_, plan, params_, worker, memory_.groups * gridDim.x);
     await(meta_.empty[stage_], phase_);
     if (lane_ == 0) table().span = make_int4(0, 0, kOver, 0);
     complete(stage_);
@@ -229,7 +229,7 @@ class DecodeLoader {
         // While keys are on their way: the last ones where all is known, the second tile's where there is to search.
         const unsigned state = flags_ & (kFirst | kSecond | kMore);
         const bool search = values ? state == kFirst : (state & kSecond) != 0, last = values && !(state & kMore);
-        if (item_.slot >= 0 && (knows_merge() ? last : search)) find_merges(head, first);
+        if (item_.slot >= 0 && (knows_merge() ? last : search)) Merges::find(meta_, plan_, set_, knows_merge(), head, first);
         if (values && flags_ & kFirst) complete(stage_ == 0 ? stages_ - 1 : stage_ - 1);
         complete(stage_);
         advance();
@@ -449,68 +449,6 @@ class DecodeLoader {
   }
 
   __device__ __forceinline__ bool knows_merge() const { return flags_ & kGiven && meta_.first.flags & kFirstMerge; }
-
-  // Where the states of the pass's queries are counted and merged: a lane per row searches the merge list, which rises
-  // with row and head. While the last keys are on their way.
-  __device__ __forceinline__ void find_merges(int head, int first) const {
-    auto& rows = meta_.rows[set_];
-    const PlanHeader& plan = plan_;
-    if (knows_merge()) {
-      const FirstItem& f = meta_.first;
-      const int count = f.merge_end - f.merge_begin;
-      if (lane_ < L::kRows) {
-        rows.counter[lane_] = lane_ == 0 && plan.counters ? f.counter + head - item_.head_begin : -1;
-        rows.merge_begin[lane_] = f.merge_begin;
-        rows.merge_end[lane_] = f.merge_end;
-      }
-      if (count <= L::kSlots) {
-#pragma unroll
-        for (int i = 0; i < L::kSlots; i += 32)
-          if (lane_ + i < count) meta_.slots[lane_ + i] = plan.merge_slots[f.merge_begin + lane_ + i];
-        if (lane_ == 0) rows.slots = meta_.slots - f.merge_begin;
-      } else {
-        if (lane_ == 0) rows.slots = plan.merge_slots;
-        prefetch_l2(plan.merge_slots + f.merge_begin);
-      }
-      return;
-    }
-    if (lane_ >= L::kRows) return;
-    if (lane_ == 0) rows.slots = plan.merge_slots;
-    const int row = rows.qo_row[lane_];
-    const bool wanted = row >= 0 && (lane_ == 0 || (first + lane_) % Config::group == 0);
-    int low = 0;
-#pragma unroll 1
-    for (int high = plan.num_merges; high - low > 1;) {
-      const int middle = (low + high) / 2;
-      const MergeRow& at = plan.merge_rows[middle];
-      if (at.qo_row < row || (at.qo_row == row && at.head_begin <= head)) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    rows.counter[lane_] = -1;
-    if (!wanted || !plan.counters) return;
-    const MergeRow at = plan.merge_rows[low];
-    rows.counter[lane_] = low * (at.head_end - at.head_begin) + head - at.head_begin;
-    prefetch_l2(plan.merge_slots + at.slot_begin);
-    rows.merge_begin[lane_] = at.slot_begin;
-    rows.merge_end[lane_] = at.slot_end;
-  }
-
-  // Rows of the merge list that no item has: the empty set.
-  __device__ __noinline__ static void finish_empty(const RunParams& p, const PlanHeader& plan, const ParamRef* params,
-                                                   int worker, int workers) {
-    const Merge<Config, Variant, L::kMergeBatch> merge(p, plan, params);
-#pragma unroll 1
-    for (int i = worker; i < plan.num_merges; i += workers) {
-      const MergeRow row = plan.merge_rows[i];
-      if (row.slot_begin != row.slot_end) continue;
-#pragma unroll 1
-      for (int head = row.head_begin * Config::group; head < row.head_end * Config::group; ++head)
-        merge.finish(row, head, merge.empty());
-    }
-  }
 
   // Rows and Q of a pass.
   __device__ __forceinline__ void open(int head, int first) {
