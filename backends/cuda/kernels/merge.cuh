@@ -13,7 +13,7 @@ class Merge {
   static constexpr int kCols = (Config::head_dim_vo / kSlices + 31) / 32;  // columns per lane
   static constexpr bool kVector =
       Config::head_dim_vo % 32 == 0 && (kCols == 2 || kCols == 4);  // neighbours, else lane, lane + 32, ...
-  static constexpr int kBatch = kCols <= 4 ? (kCols == 1 ? 2 * kMost : kMost) : kCols <= 8 ? 4 : 2;
+  static constexpr int kBatch = kCols <= 4 ? kMost : kCols <= 8 ? 4 : 2;
   static_assert(kSlices == 1 || Config::head_dim_vo % (32 * kSlices) == 0, "whole lanes");
   static constexpr int kLevels = 24;  // pairwise tree: up to 2^24 leaves
 
