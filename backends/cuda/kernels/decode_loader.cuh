@@ -20,8 +20,8 @@ class DecodeLoader {
   using M = DecodeMeta<L, Variant>;
   using Memory = DecodeMemory<Config, Variant>;
   using Merges = DecodeMerges<Config, Variant>;
-  // Lanes that copy a row, 16 bytes each, in pieces of 128 bytes: the fewer addresses the better, since a warp can issue a
-  // copy in a quarter of the time that the next one's address takes.
+  // Lanes that copy a row, 16 bytes each, in pieces of 128 bytes: the fewer addresses the better, since a warp can
+  // issue a copy in a quarter of the time that the next one's address takes.
   static constexpr int kLanes = L::kRowBytes < 128 ? L::kRowBytes / 16 : 8;
   static constexpr int kPieces = L::kRowBytes / (16 * kLanes);
   static constexpr int kRowsAtOnce = 32 / kLanes;
@@ -229,7 +229,8 @@ class DecodeLoader {
         // While keys are on their way: the last ones where all is known, the second tile's where there is to search.
         const unsigned state = flags_ & (kFirst | kSecond | kMore);
         const bool search = values ? state == kFirst : (state & kSecond) != 0, last = values && !(state & kMore);
-        if (item_.slot >= 0 && (knows_merge() ? last : search)) Merges::find(meta_, plan_, set_, knows_merge(), head, first);
+        if (item_.slot >= 0 && (knows_merge() ? last : search))
+          Merges::find(meta_, plan_, set_, knows_merge(), head, first);
         if (values && flags_ & kFirst) complete(stage_ == 0 ? stages_ - 1 : stage_ - 1);
         complete(stage_);
         advance();
