@@ -287,14 +287,14 @@ CUDA_MUTANTS = (
     Mutant(
         name="decode counts a row's states as one",
         file=KERNELS + "decode.cuh",
-        old="merge(rows, rows.fold ? 1 : leaf);",
-        new="merge(rows, 1);",
+        old="Merges::count(meta_, plan(), rows, rows.fold ? 1 : leaf);",
+        new="Merges::count(meta_, plan(), rows, 1);",
         test=EMULATED + " -k cuts",
     ),
     Mutant(
         name="a counter is left as it is",
-        file=KERNELS + "decode.cuh",
-        old="        if (last) *counter = 0;\n",
+        file=KERNELS + "decode_merge.cuh",
+        old="      if (last) *counter = 0;\n",
         new="",
         test=EMULATED + " -k cuts",
     ),
