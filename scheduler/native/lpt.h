@@ -20,6 +20,12 @@ class LongestFirst {
     sort_by_cost(costs, n);
     const bool positive = n && costs[ids_.get()[n - 1]] > 0.0;
     if (sections) sort_by_section(sections, n);
+    one_each_ = positive && n <= size_t(workers);
+    if (one_each_) {
+      double makespan = 0.0;
+      for (size_t i = 0; i < n; ++i) makespan = std::max(makespan, costs[i]);
+      return makespan;
+    }
     const int32_t* in_order = ids_.get();
     int32_t* worker_at = workers_.need(n);
     int32_t leaves = 1;
@@ -66,6 +72,7 @@ class LongestFirst {
     return load_of(makespan);
   }
 
+  bool one_each() const { return one_each_; }                  // worker_of() is 0, 1, 2, ... and not written
   const int32_t* order() const { return ids_.get(); }          // [n] items, longest first
   const int32_t* worker_of() const { return workers_.get(); }  // [n] worker of order()[i]
 
@@ -94,7 +101,11 @@ class LongestFirst {
       from[i] = ~bits;
       varies |= from[i] ^ from[0];
     }
-    const int low = varies ? __builtin_ctzll(varies) : 0, high = varies ? 64 - __builtin_clzll(varies) : 0;
+    if (!varies) {
+      for (size_t i = 0; i < n; ++i) ids_out[i] = int32_t(i);
+      return;
+    }
+    const int low = __builtin_ctzll(varies), high = 64 - __builtin_clzll(varies);
     if (high - low <= 32) {
       const uint64_t mask = (uint64_t(1) << (high - low)) - 1;
       for (size_t i = 0; i < n; ++i) from[i] = ((from[i] >> low) & mask) << 32 | i;
@@ -133,4 +144,5 @@ class LongestFirst {
   Buffer<uint64_t> keys_, keys2_;
   Buffer<int32_t> ids_, ids2_, starts_, workers_, who_;
   Buffer<int64_t> load_;
+  bool one_each_ = false;
 };

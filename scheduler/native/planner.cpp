@@ -44,7 +44,8 @@ class Planner {
   void find_sections(const Crew& crew);
   void best_candidate(Crew& crew);
   void keep_if_better(Crew& crew, Candidate& c);
-  void make_items(const Crew& crew, Candidate& c, int32_t heads, double limit);
+  void weigh(const Crew& crew, Candidate& c, int32_t heads, double limit);
+  void list_items(const Crew& crew, Candidate& c);
   void cut(const Crew& crew, Candidate& c, int32_t heads, double limit);
   void cut_tile(const Tile& tile, int64_t longest);
   int64_t place(std::vector<Run>& out, const Tile& tile, int32_t slot) const;
@@ -299,7 +300,10 @@ void Planner::cut(const Crew& crew, Candidate& c, int32_t heads, double limit) {
   const auto longest = [&](int32_t h) { return std::max<int64_t>(1, int64_t(std::ceil(limit / std::min(heads, h)))); };
   const int64_t longest_all = longest(pr->num_kv_heads), longest_one = longest(1);
   const auto longest_of = [&](const Tile& t) { return t.heads() == 1 ? longest_one : longest_all; };
-  const auto is_long = [&](const Tile& t) { return t.keys() > longest_of(t) + longest_of(t) / 8; };
+  // A tile of one leaf has nowhere to be cut.
+  const auto is_long = [&](const Tile& t) {
+    return t.leaf_end - t.leaf_begin > 1 && t.keys() > longest_of(t) + longest_of(t) / 8;
+  };
   if (std::none_of(tiles.data() + crew.begin, tiles.data() + crew.end, is_long)) return;
   const int64_t room = crew.last_slot - crew.first_slot;
   c.runs.clear();
@@ -334,37 +338,49 @@ double Planner::unit_cost(const Crew& crew, const Tile& t, const Run& run) const
   return cost.fixed + cost.alpha * rows + cost.beta * size + cost.beta_rows * rows * size;
 }
 
-void Planner::make_items(const Crew& crew, Candidate& c, int32_t heads, double limit) {
+// Cut, and find what the items would cost: their number, the longest of them, their mean load.
+void Planner::weigh(const Crew& crew, Candidate& c, int32_t heads, double limit) {
   cut(crew, c, heads, limit);
   c.heads = heads;
   size_t n = 0;
-  for (size_t i = crew.begin; i < crew.end; ++i) {
-    const size_t ranges = size_t(tiles[i].heads() == 1 ? 1 : pr->num_kv_heads / heads), at = i - crew.begin;
-    n += c.cuts ? size_t(c.run_begin[at + 1] - c.run_begin[at]) * ranges : ranges;
-  }
-  Item* items = c.items.need(n);
-  double* costs = c.costs.need(n);
   double total = 0.0, longest = 0.0;
-  const auto add = [&](size_t tile, int32_t r, int32_t head, double cost) {
-    *items++ = {int32_t(tile), r, head};
-    *costs++ = cost;
-    total += cost;
-    longest = std::max(longest, cost);
-  };
   for (size_t i = crew.begin; i < crew.end; ++i) {
     const Tile& t = tiles[i];
-    const int32_t step = std::min(heads, t.heads());
+    const int32_t step = std::min(heads, t.heads()), ranges = t.heads() / step;
     run_costs.clear();  // the same for all heads
-    each_run(crew, c, i,
-             [&](const Run& run, int32_t) { run_costs.push_back(step * (c.cuts ? unit_cost(crew, t, run) : t.cost)); });
-    for (int32_t head = t.head_begin; head < t.head_end; head += step) {
-      const double* cost = run_costs.data();
-      each_run(crew, c, i, [&](const Run&, int32_t r) { add(i, r, head, *cost++); });
-    }
+    each_run(crew, c, i, [&](const Run& run, int32_t) {
+      const double cost = step * (c.cuts ? unit_cost(crew, t, run) : t.cost);
+      run_costs.push_back(cost);
+      longest = std::max(longest, cost);
+    });
+    for (int32_t range = 0; range < ranges; ++range)
+      for (const double cost : run_costs) total += cost;
+    n += run_costs.size() * size_t(ranges);
   }
   c.count = n;
   c.longest = longest;
   c.mean = total / crew.workers;
+}
+
+// The items of a candidate that has been weighed.
+void Planner::list_items(const Crew& crew, Candidate& c) {
+  Item* items = c.items.need(c.count);
+  double* costs = c.costs.need(c.count);
+  for (size_t i = crew.begin; i < crew.end; ++i) {
+    const Tile& t = tiles[i];
+    const int32_t step = std::min(c.heads, t.heads());
+    if (!c.cuts) {
+      for (int32_t head = t.head_begin; head < t.head_end; head += step)
+        *items++ = {int32_t(i), int32_t(i), head}, *costs++ = step * t.cost;
+      continue;
+    }
+    run_costs.clear();
+    each_run(crew, c, i, [&](const Run& run, int32_t) { run_costs.push_back(step * unit_cost(crew, t, run)); });
+    const int32_t first_run = c.run_begin[i - crew.begin], num_runs = int32_t(run_costs.size());
+    for (int32_t head = t.head_begin; head < t.head_end; head += step)
+      for (int32_t r = 0; r < num_runs; ++r)
+        *items++ = {int32_t(i), first_run + r, head}, *costs++ = run_costs[size_t(r)];
+  }
 }
 
 void Planner::assign_lpt(const Crew& crew, Candidate& c) {
@@ -378,7 +394,11 @@ void Planner::assign_lpt(const Crew& crew, Candidate& c) {
     }
   }
   c.makespan = longest_first.assign(c.costs.get(), sections, c.count, crew.workers);
-  deal(crew, c, longest_first.order(), longest_first.worker_of());
+  if (!longest_first.one_each()) return deal(crew, c, longest_first.order(), longest_first.worker_of());
+  c.worker_indptr.resize(size_t(crew.traits->num_workers) + 1);
+  int32_t next = 0;
+  for (int32_t& at : c.worker_indptr) at = next, next += next < int32_t(c.count);
+  std::copy(longest_first.order(), longest_first.order() + c.count, c.order.need(c.count));
 }
 
 // Items to their workers' ranges, in the order given (null: by id); worker_at says whose each is.
@@ -517,8 +537,9 @@ void Planner::best_candidate(Crew& crew) {
     if (heads % n) continue;
     width = heads / n;
     Candidate& c = *crew.next;
-    make_items(crew, c, width, limit);
+    weigh(crew, c, width, limit);
     if (n < most && c.longest > kGoodBalance * c.mean) continue;
+    list_items(crew, c);
     if (lpt)
       assign_lpt(crew, c);
     else
@@ -532,9 +553,10 @@ void Planner::best_candidate(Crew& crew) {
     const bool many = int64_t(count) >= 4 * kManyItems * workers;
     if (!lpt || crew.best->makespan <= kBadBalance * crew.best->mean || many) break;
     Candidate& c = *crew.next;
-    make_items(crew, c, width, limit / finer);
+    weigh(crew, c, width, limit / finer);
     if (c.count <= count) continue;
     count = c.count;
+    list_items(crew, c);
     assign_lpt(crew, c);
     keep_if_better(crew, c);
   }

@@ -2,6 +2,7 @@
 #include "first.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 namespace {
@@ -87,11 +88,12 @@ int first_list(const attnrt_first_part_t& part, const int32_t* item, const int32
   return kHasList | kHasIds;
 }
 
-// The query of an item that has one, and where its states are merged; returns flags.
+// The query of an item that has one, and where its states are merged (the merge row, or null); returns flags.
 int first_row(const attnrt_first_part_t& part, const int32_t* item, const int32_t* merge_rows, int num_merges,
-              FirstItem& to) {
+              FirstItem& to, const int32_t*& found) {
   const int query = item[kQBegin], head = item[kHeadBegin];
   to.counter = to.merge_begin = to.merge_end = 0;
+  found = nullptr;
   if (item[kQEnd] - query != 1) {
     to.request = to.qo_row = to.qo_pos = 0;
     return 0;
@@ -105,8 +107,26 @@ int first_row(const attnrt_first_part_t& part, const int32_t* item, const int32_
   to.counter = merge * (at[2] - at[1]) + head - at[1];
   to.merge_begin = at[3];
   to.merge_end = at[4];
+  found = at;
   return kHasRow | kHasMerge;
 }
+
+// Workers whose first items are the same queries and keys under other heads share all but these: what lists and rows say
+// is looked up once for them. The last item of each kind, by a few bits of row and leaf.
+struct Known {
+  const FirstItem* like;
+  const int32_t* merge;  // its merge row, or null
+
+  // Whether another item's line differs from this one's in heads alone, whose lists are one.
+  bool serves(const int32_t* item) const {
+    const int32_t* mine = like->item;
+    const bool alike = std::memcmp(mine, item, kHeadBegin * sizeof *item) == 0 &&
+                       std::memcmp(mine + kKvBegin, item + kKvBegin, (kClass + 1 - kKvBegin) * sizeof *item) == 0;
+    const int head = item[kHeadBegin];
+    return alike && (merge ? merge[1] <= head && head < merge[2] : item[kSlot] < 0);
+  }
+};
+const int kKnown = 128;
 
 }  // namespace
 
@@ -116,6 +136,7 @@ extern "C" int attnrt_cuda_first_items(const int32_t* items, const int32_t* work
   int busy = workers;
   while (busy > 0 && worker_indptr[busy - 1] == worker_indptr[busy]) --busy;
   FirstItem* to = reinterpret_cast<FirstItem*>(first);
+  Known kinds[kKnown] = {};
   for (int w = 0; w < busy; ++w, ++to) {
     const int begin = worker_indptr[w], end = worker_indptr[w + 1];
     if (begin == end) {  // a worker between others that has none
@@ -125,11 +146,18 @@ extern "C" int attnrt_cuda_first_items(const int32_t* items, const int32_t* work
     }
     const int32_t* item = items + begin * kItemFields;
     const attnrt_first_part_t& part = parts[item[kPart]];
+    Known& known = kinds[(item[kRow] * 8 + item[kLeafBegin]) & (kKnown - 1)];
+    if (part.heads == 1 && known.like && known.serves(item)) {
+      std::memcpy(&to->list, &known.like->list, sizeof *to - offsetof(FirstItem, list));
+      if (known.merge) to->counter += item[kHeadBegin] - known.like->item[kHeadBegin];
+    } else {
+      const int flags = first_list(part, item, rulers, kv_tile, *to);
+      to->flags = kHasItem | flags | first_row(part, item, merge_rows, num_merges, *to, known.merge);
+    }
     std::memcpy(to->item, item, sizeof to->item);
     to->next = begin + 1;
     to->end = end;
-    const int flags = first_list(part, item, rulers, kv_tile, *to);
-    to->flags = kHasItem | flags | first_row(part, item, merge_rows, num_merges, *to);
+    known.like = to;
   }
   return busy;
 }
