@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The wide kernel (sm_90): rows of the decode class in tiles of up to 64, of one request (drafts) or of many that share
 // keys, so that K and V are read once for all of them. A warpgroup multiplies (wgmma, queries on M), four warps load
-// (wide_loader.cuh); two CTAs share an SM, each with 80 KB of stages, so that one computes while the other waits.
+// (wide_loader.cuh); two CTAs share an SM, each with 64 KB of stages, so that one computes while the other waits.
 //
 // A row has the bits that the tile and decode kernels give it: tiles of 64 keys, k-steps of 16 in the same order (E1:
 // the instruction does not matter), the same exponentials, and their sums in the same order: a lane there adds keys 2t,
@@ -46,98 +46,94 @@ class Wide {
   }
 
   // Tile by tile, pass by pass, until the loaders say that it was the last one. The tensor cores multiply the weights
-  // of a tile with V while the softmax of the next one runs; at the end of a leaf they have caught up.
+  // of a tile with V while the softmax of the next one runs, also where that one begins a leaf: the leaf before is
+  // folded then. At the end of a pass one more round catches up.
   __device__ __forceinline__ void run() {
-    pair_ = phase_ = table_ = 0;
+    tile_ = table_ = 0;
     float o[kO];
 #pragma unroll
     for (int i = 0; i < kO; ++i) o[i] = 0.0f;
-    Sums total;
     unsigned q[L::kDim / 16][4];
     float m[2] = {neg_inf(), neg_inf()}, l[2][kSixteens] = {};
     float s[kS];
-    unsigned w[kS / 2];
+    unsigned w[kS / 2] = {};
     int leaf = 0;
-    bool add = false, fresh = true;  // a tile of this leaf is still to be multiplied with V; Q is still to be read
+    int before = 0;  // flags of the tile before: whether one is left to be multiplied with V, and what it ends
 #pragma unroll 1
     for (;;) {
-      wait_full(pair_, phase_, kKeys);
-      const int flags = meta_.span[table_][0].z;
-      if (flags & kWideOver) return;
-      const bool idle = group_ * 64 >= meta_.pass.rows;  // no rows of this pass are this warpgroup's
-      if (fresh) load_q(q);
-      fresh = false;
-      if (idle) {
-        release(pair_, kKeys);
-        wait_full(pair_, phase_, kValues);
-        release(pair_, kValues);
-      } else {
-        multiply_scores(s, q);
-        const bool all = whole();
-        if (add) {
-          multiply_values(o, w, before_, before_phase_);
-          ptx::wgmma_wait<1>();
-        } else {
-          ptx::wgmma_wait<0>();
-        }
-        ptx::wgmma_pin(s);
-        release(pair_, kKeys);
-        float shrink[2] = {1.0f, 1.0f};
+      float shrink[2] = {1.0f, 1.0f};
+      int flags = 0;
+      bool all = false;
+      const bool more = !(before & kWideEndsPass), fresh = !before;
+      if (more) {
+        wait_full(tile_, kKeys);
+        flags = meta_.span[table_][0].z;
+        if (flags & kWideOver) return;
+        if (flags & kWideCopied) ptx::fence_proxy_async();
+        if (fresh) load_q(q);
+      }
+      // O is one value from here on, whichever way it came: copies between the products would serialise them (C7514).
+      ptx::wgmma_pin(o);
+      // At the end of a pass the first product, at its beginning the second multiplies what happens to be there, and
+      // nobody looks: a branch would serialise them (C7515).
+      multiply_scores(s, q);
+      if (more) all = whole();
+      if (!fresh) wait_full(tile_ - 1, kValues);
+      if (before & kWideCopied) ptx::fence_proxy_async();
+      multiply_values(o, w, before & kAdds);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_pin(s);
+      if (more) {
+        release(tile_, kKeys);
         weights(s, m, l, shrink, all);
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(o);
-        if (add) release(before_, kValues);
+      }
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_pin(o);
 #pragma unroll
-        for (int i = 0; i < kS / 2; ++i) w[i] = ptx::pack2<kH>(s[2 * i], s[2 * i + 1]);
-        if (!add || !__all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) {
+      for (int i = 0; i < kS / 2; ++i) w[i] = ptx::pack2<kH>(s[2 * i], s[2 * i + 1]);
+      if (!fresh) release(tile_ - 1, kValues);
+      if (before & kWideEndsLeaf) {
+        close(o, leaf, !more);
+        ++leaf;
+        if (!more) {
+          leaf = before = 0;
+          __syncwarp();
+          if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.spare));
+          continue;
+        }
+      }
+      // Where a leaf begins, the next product with V forgets what O holds.
+      if (!__all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) {
 #pragma unroll
-          for (int i = 0; i < kO; ++i) o[i] = add ? o[i] * shrink[i / 2 % 2] : 0.0f;
-        }
-        if (flags & kWideEndsLeaf) {
-          multiply_values(o, w, pair_, phase_);
-          ptx::wgmma_wait<0>();
-          ptx::wgmma_pin(o);
-          release(pair_, kValues);
-        }
+        for (int i = 0; i < kO; ++i) o[i] *= shrink[i / 2 % 2];
       }
-      before_ = pair_;
-      before_phase_ = phase_;
-      if (++pair_ == L::kStages / 2) {
-        pair_ = 0;
-        phase_ ^= 1;
-      }
-      add = !(flags & kWideEndsLeaf);
-      if (add) {
-        table_ = next_table();
-        continue;
-      }
-      const bool ends = flags & kWideEndsPass;
-      if (!idle) close(total, m, l, o, leaf, ends);
-      table_ = next_table();
-      ++leaf;
-      if (!ends) continue;
-      leaf = 0;
-      fresh = true;
-      __syncwarp();
-      if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.spare));
+      if (flags & kWideEndsLeaf) sum_leaf(m, l);
+      const int adds = fresh || before & kWideEndsLeaf ? 0 : kAdds;
+      before = (flags & (kWideEndsLeaf | kWideEndsPass | kWideCopied)) | kWaits | adds;
+      next_tile();
     }
   }
 
  private:
+  // Of a tile, beside what the loaders say: it waits for its product with V; that is added to what O holds.
+  static constexpr int kWaits = 32, kAdds = 64;
   // Stages go in pairs, the K and the V of a tile.
-  static constexpr int kKeys = 0, kValues = 1;
-  __device__ __forceinline__ int next_table() const { return table_ + 1 == L::kTiles ? 0 : table_ + 1; }
+  static constexpr int kKeys = 0, kValues = 1, kPairs = L::kStages / 2;
+  static_assert(!(kPairs & (kPairs - 1)), "a power of two");
+  __device__ __forceinline__ void next_tile() {
+    ++tile_;
+    table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+  }
 
-  // A stage's bytes are there, for the tensor cores too.
-  __device__ __forceinline__ void wait_full(int pair, int phase, int which) const {
-    ptx::mbar_wait(ptx::smem_addr(&meta_.full[2 * pair + which]), phase);
-    ptx::fence_proxy_async();
+  // A stage's bytes are there; those that did not come as boxes have to be fenced for the tensor cores.
+  __device__ __forceinline__ void wait_full(int tile, int which) const {
+    ptx::mbar_wait(ptx::smem_addr(&meta_.full[tile % kPairs * 2 + which]), tile / kPairs & 1);
   }
 
   // This warp has read the stage.
-  __device__ __forceinline__ void release(int pair, int which) const {
+  __device__ __forceinline__ void release(int tile, int which) const {
     __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.empty[2 * pair + which]));
+    if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.empty[tile % kPairs * 2 + which]));
   }
 
   // Q of this warp's rows as operands of the products.
@@ -156,7 +152,8 @@ class Wide {
 
   // Scores of the tile at hand, as a group of its own.
   __device__ __forceinline__ void multiply_scores(float (&s)[kS], const unsigned (&q)[L::kDim / 16][4]) const {
-    const unsigned long long k = ptx::desc_sw128(base_ + L::kOffsetStages + 2 * pair_ * L::kStageBytes, 0, 1024);
+    const unsigned long long k =
+        ptx::desc_sw128(base_ + L::kOffsetStages + tile_ % kPairs * 2 * L::kStageBytes, 0, 1024);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < L::kDim / 16; ++i)
@@ -164,18 +161,16 @@ class Wide {
     ptx::wgmma_commit();
   }
 
-  // Adds weights times the V of a pair of stages, as a group of its own.
-  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2], int pair,
-                                                  int phase) const {
-    wait_full(pair, phase, kValues);
-    const unsigned long long v =
-        ptx::desc_sw128(base_ + L::kOffsetStages + (2 * pair + 1) * L::kStageBytes, L::kSlabKv, 1024);
+  // Adds weights times the V of the tile before, as a group of its own.
+  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2], bool add) const {
+    const unsigned long long v = ptx::desc_sw128(
+        base_ + L::kOffsetStages + ((tile_ - 1) % kPairs * 2 + 1) * L::kStageBytes, L::kSlabKv, 1024);
     ptx::wgmma_pin(o);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < L::kTile / 16; ++i) {
       const unsigned a[4] = {w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]};
-      ptx::Wgmma<kH, L::kDim>::template rs<1>(o, a, ptx::desc_add(v, i * 2048), 1);
+      ptx::Wgmma<kH, L::kDim>::template rs<1>(o, a, ptx::desc_add(v, i * 2048), i > 0 || add);
     }
     ptx::wgmma_commit();
   }
@@ -188,17 +183,19 @@ class Wide {
 
   // Whether this warp's rows see all keys of the tile: then nothing is tested per element.
   __device__ __forceinline__ bool whole() const {
+    if constexpr (!Variant::mask_is_interval) return false;
     const Rows& rows = this->rows();
-    int low = 0x7fffffff, high = kDeadKey, live = kWideLive;
+    int4 all = meta_.span[table_][0];
 #pragma unroll
-    for (int i = 0; i < L::kLoaders; ++i) {
+    for (int i = 1; i < L::kLoaders; ++i) {
       const int4 span = meta_.span[table_][i];
-      low = min(low, span.x);
-      high = max(high, span.y);
-      live &= span.z;
+      all.x = min(all.x, span.x);
+      all.y = max(all.y, span.y);
+      all.z &= span.z;
     }
-    return live && !(Variant::reads_index_mask && rows.any_mask) && Variant::mask_is_interval && low >= rows.low_max &&
-           high <= rows.high_min && meta_.span[table_][0].w + L::kTile <= rows.limit_min;
+    // All of it is read at once, where && would wait for one answer before it asked for the next.
+    return (all.z & kWideLive) & (all.x >= rows.low_max) & (all.y <= rows.high_min) &
+           (all.w + L::kTile <= rows.limit_min) & !(Variant::reads_index_mask && rows.any_mask);
   }
 
   // Scale, variant, mask (`all`: nothing is hidden); the result is a base-2 logit (-inf: unseen), or a weight (0:
@@ -296,60 +293,71 @@ class Wide {
           l[half][b] = fmaf(l[half][b], shrink[half], sum);
         }
       }
+      // A store that never happens, but only the sums can tell: ptxas would else sink all of this below the wait for
+      // the product under which it is meant to run.
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * kSixteens; ++i) sum += l[i / kSixteens][i % kSixteens];
+      ptx::computed(sum, base_);
     } else {
       m[0] = m[1] = 0.0f;
     }
   }
 
   // ------------------------------------------------------------------ the end of a leaf
-  // Sums of the leaf's exponentials: the four lanes of a row, then the sixteens in order. Then the leaf is folded,
-  // stored, or, at the end of its pass, its rows are written. O itself stays as it is: the next leaf starts from zero.
-  __device__ __forceinline__ void close(Sums& total, float (&m)[2], float (&l)[2][kSixteens], const float (&o)[kO],
-                                        int leaf, bool ends) const {
-    const WidePass& pass = meta_.pass;
-    Sums sum;
+  // Maximum and sum of the leaf's exponentials: the four lanes of a row, then the sixteens in order.
+  __device__ __forceinline__ void sum_leaf(float (&m)[2], float (&l)[2][kSixteens]) const {
+    float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float all = 0.0f;
       if constexpr (Variant::use_softmax) {
 #pragma unroll
         for (int b = 0; b < kSixteens; ++b) {
           float x = l[half][b];
           x += __shfl_xor_sync(0xffffffffu, x, 1);
           x += __shfl_xor_sync(0xffffffffu, x, 2);
-          all = b == 0 ? x : all + x;
+          sum[half] = b == 0 ? x : sum[half] + x;
           l[half][b] = 0.0f;
         }
       }
-      sum.m[half] = m[half];
-      sum.l[half] = all;
-      m[half] = neg_inf();
     }
+    sums(meta_.leaf) = make_float4(m[0], m[1], sum[0], sum[1]);
+    m[0] = m[1] = neg_inf();
+  }
+
+  // The leaf is folded, stored, or, at the end of its pass, its rows are written. O itself stays as it is.
+  __device__ __forceinline__ void close(const float (&o)[kO], int leaf, bool ends) const {
+    const WidePass& pass = meta_.pass;
+    const float4 now = sums(meta_.leaf);
     // The accumulators of a leaf that is to be folded or written lie in this thread's memory, four by four: registers
-    // hold O, Q and the scores already, and rolled loops can write what lies there. A leaf of which a row sees nothing
-    // counts as -0, which changes no sum by a bit (a * 1 + -0 * 0 is a): a choice for each number would be a branch.
+    // hold O, Q and the scores already, and rolled loops can write what lies there. Nothing, and a leaf of which a row
+    // sees nothing, count as -0, which changes no sum by a bit (a * 1 + -0 * 0 is a): a choice for each number would be
+    // a branch. Values that are read or not have to be set before: ptxas keeps their registers for the whole loop else.
     const bool first = !pass.fold || leaf == 0;
+    float4 before = make_float4(neg_inf(), neg_inf(), 0.0f, 0.0f);
+    if (!first) before = sums(meta_.total);
+    const Sums sum = {{now.x, now.y}, {now.z, now.w}};
+    Sums total = {{before.x, before.y}, {before.z, before.w}};
     Fold f[2];
     bool empty[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      f[half] = {sum.m[half], sum.l[half], 0.0f, 1.0f, 2};
-      if (!first) f[half] = fold_head<Variant::use_softmax>(total.m[half], total.l[half], sum.m[half], sum.l[half]);
+      f[half] = fold_head<Variant::use_softmax>(total.m[half], total.l[half], sum.m[half], sum.l[half]);
       total.m[half] = f[half].m;
       total.l[half] = f[half].l;
       empty[half] = sum.m[half] == neg_inf();
     }
+    sums(meta_.total) = make_float4(total.m[0], total.m[1], total.l[0], total.l[1]);
 #pragma unroll
     for (int j = 0; j < kO / 4; ++j) {
+      before = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+      if (!first) before = folded(j);
+      const float a[4] = {before.x, before.y, before.z, before.w};
       float x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = empty[i / 2] ? -0.0f : o[4 * j + i];
-      if (!first) {
-        const float4 before = folded(j);
-        const float a[4] = {before.x, before.y, before.z, before.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          x[i] = __fadd_rn(__fmul_rn(a[i], f[i / 2].scale_a), __fmul_rn(x[i], f[i / 2].scale_b));
+      for (int i = 0; i < 4; ++i) {
+        x[i] = empty[i / 2] ? -0.0f : o[4 * j + i];
+        x[i] = __fadd_rn(__fmul_rn(a[i], f[i / 2].scale_a), __fmul_rn(x[i], f[i / 2].scale_b));
       }
       folded(j) = make_float4(x[0], x[1], x[2], x[3]);
     }
@@ -360,6 +368,9 @@ class Wide {
       finish(pass, total);
     }
   }
+
+  // This thread's place among those of the warps that compute: maxima of rows g and g + 8, their sums.
+  __device__ __forceinline__ static float4& sums(float4 (&all)[128 * L::kGroups]) { return all[threadIdx.x - 128]; }
 
   // Columns 8j + 2t and the next of row g, then of row g + 8.
   __device__ __forceinline__ float4& folded(int j) const {
@@ -413,8 +424,8 @@ class Wide {
   const unsigned base_;
   M& meta_;
   int lane_, group_, warp_;
-  int pair_, phase_, table_;   // at hand
-  int before_, before_phase_;  // the pair before, whose V may still be wanted
+  unsigned tile_;  // at hand, of all that the loaders bring
+  int table_;      // its tables
 };
 
 // The kernel: initialises barriers, gives registers to those that compute, starts the roles.

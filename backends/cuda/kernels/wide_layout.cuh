@@ -48,7 +48,7 @@ struct WideLayout {
 constexpr int kWideBoxLog2 = 4;
 
 // What WideMeta::span says of a loading warp's 16 keys, and of the tile.
-constexpr int kWideLive = 1, kWideEndsLeaf = 2, kWideEndsPass = 4, kWideOver = 8;
+constexpr int kWideLive = 1, kWideEndsLeaf = 2, kWideEndsPass = 4, kWideOver = 8, kWideCopied = 16;
 
 // 32 query rows of a pass, as fill_rows lays them out.
 template <class Variant>
@@ -69,6 +69,7 @@ struct WideMeta {
   int4 span[L::kTiles][L::kLoaders];  // least and largest position of the live keys, flags, offset of the tile
   WidePass pass;
   WideRows<Variant> rows[L::kRows / 32];
+  float4 leaf[128 * L::kGroups], total[128 * L::kGroups];  // maxima and sums of the last leaf, of those folded before
   int pos[L::kTiles][L::kTile];
   int slot[L::kHooks ? L::kTiles : 1][L::kHooks ? L::kTile : 1];
 };

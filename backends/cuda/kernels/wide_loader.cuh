@@ -94,10 +94,7 @@ class WideLoader {
     if (copies) ptx::cp_async_mbar_arrive(barrier);
     __syncwarp();
     if (lane_ == 0) ptx::mbar_arrive_expect_tx(barrier, bytes);
-    if (++stage_ == L::kStages) {
-      stage_ = 0;
-      phase_ ^= 1;
-    }
+    next_stage();
   }
 
   // The keys of the item for kRows of its rows. An item without keys has one tile of dead ones: the empty set.
@@ -112,7 +109,19 @@ class WideLoader {
 #pragma unroll 1
     while (more) {
       const int now = tile;
-      const bool dense = runs_ && now >= item.kv_begin && now + L::kTile <= meta_.live_end[warp_] && in_runs(now);
+      const int live_end = meta_.live_end[warp_];
+      const bool dense = runs_ && now >= item.kv_begin && now + L::kTile <= live_end && in_runs(now);
+      if (dense && opened) {  // as many as end before their leaf does
+        const int run = (now - window_) / kKeys;
+        const unsigned bad = ~(good_ >> run);
+        const int good = bad ? __ffs(bad) - 1 : 32;
+        const int count = min(good * kKeys, min(stop - 1, live_end) - now) / L::kTile;
+        if (count > 0) {
+          dense_tiles(count, run, now, head);
+          tile += count * L::kTile;
+          continue;
+        }
+      }
       int pos = kDeadKey, slot = -1;
       unsigned long long from = 0;
       unsigned there = 0xffffffffu;
@@ -127,7 +136,7 @@ class WideLoader {
         if (slot >= 0) at += slot_offset(mine, static_cast<unsigned>(slot), head) * kBytes<Config::kv_type>;
         from = reinterpret_cast<unsigned long long>(at);
       }
-      int flags = there == 0xffffffffu ? kWideLive : 0;
+      int flags = (there == 0xffffffffu ? kWideLive : 0) | (dense ? 0 : kWideCopied);
       if ((tile += L::kTile) >= stop) {
         flags |= kWideEndsLeaf;
         if (++leaf >= item.leaf_end) {
@@ -157,6 +166,51 @@ class WideLoader {
     spare_phase_ ^= 1;
   }
 
+  // Tiles of runs that neither begin their pass nor end their leaf: most of a long list. `run`: of the first one, in
+  // the window.
+  __device__ __forceinline__ void dense_tiles(int count, int run, int tile, int head) {
+    int pos = list().pos + tile + warp_ * kKeys - list().offset;
+    run += warp_;
+#pragma unroll 1
+    for (; count > 0; --count) {
+      const int slot = __shfl_sync(0xffffffffu, run_slot_, run);
+      const int page_k = __shfl_sync(0xffffffffu, run_page_k_, run);
+      const int page_v = __shfl_sync(0xffffffffu, run_page_v_, run);
+      ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
+      tabulate(tile, kWideLive, true, pos, slot);
+      __syncwarp();
+      box(maps_.k, maps_.page_k, slot, page_k, head);
+      ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
+      box(maps_.v, maps_.page_v, slot, page_v, head);
+      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+      run += L::kTile / kKeys;
+      tile += L::kTile;
+      pos += L::kTile;
+    }
+  }
+
+  // This warp's rows of a stage, from a slot in a page on; goes to the next stage.
+  __device__ __forceinline__ void box(const TensorMap& map, const FastDiv& pages, int slot, int page, int head) {
+    if (ptx::elect_one()) {
+      const unsigned full = ptx::smem_addr(&meta_.full[stage_]);
+      const unsigned to = ptx::smem_addr(smem_) + L::kOffsetStages + stage_ * L::kStageBytes + warp_ * kBoxBytes;
+      const int token = slot - page * static_cast<int>(pages.divisor);
+      ptx::mbar_arrive_expect_tx(full, kBoxBytes * (L::kDim / 64));
+#pragma unroll
+      for (int c = 0; c < L::kDim / 64; ++c)
+        ptx::tma_load_4d(to + c * L::kSlabKv, &map, full, c * 64, token, head, page);
+    }
+    __syncwarp();
+    next_stage();
+  }
+
+  __device__ __forceinline__ void next_stage() {
+    if (++stage_ == L::kStages) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
   // Id of the block that holds the key at an offset of the request (-1: not listed), and the key's place in it.
   __device__ __forceinline__ int block_of(int offset, int& token) const {
     unsigned block, rest;
@@ -175,12 +229,14 @@ class WideLoader {
       window_ = tile;
       const int after = tile + kWindow;
       if (after < meta_.live_end[warp_]) after_id_ = block_of(after + lane_ * kKeys, token);
-      unsigned number, rest, of_k, of_v;
+      unsigned number, rest, page_k, page_v, of_k, of_v;
       block.split(tile + lane_ * kKeys - list().offset, number, rest);
       const long long slot = static_cast<long long>(id) * block.divisor + rest;
       run_slot_ = static_cast<int>(slot);
-      maps_.page_k.split(run_slot_, number, of_k);
-      maps_.page_v.split(run_slot_, number, of_v);
+      maps_.page_k.split(run_slot_, page_k, of_k);
+      maps_.page_v.split(run_slot_, page_v, of_v);
+      run_page_k_ = static_cast<int>(page_k);
+      run_page_v_ = static_cast<int>(page_v);
       const bool good = id >= 0 && slot + kKeys <= p_.k.num_slots && of_k + kKeys <= maps_.page_k.divisor &&
                         of_v + kKeys <= maps_.page_v.divisor;
       good_ = __ballot_sync(0xffffffffu, good);
@@ -323,6 +379,7 @@ class WideLoader {
   bool runs_;      // of 16 keys: the list is of blocks of so many or a multiple
   int window_;     // offset of the first of 32 runs, or kNoWindow
   int run_slot_;   // first slot of this lane's run
+  int run_page_k_, run_page_v_;  // and its pages
   unsigned good_;  // which of the runs lie in one page of K and one of V
   int after_id_;   // block of this lane's run in the next window
 };
