@@ -10,9 +10,9 @@
 namespace attnrt {
 
 template <class Config, class Variant>
-class HopperBoxes : public HopperPasses<Config, Variant> {
+class HopperBoxes : public HopperPasses<Config, Variant, Loading::boxes> {
   using L = HopperLayout<Config, Variant>;
-  using Base = HopperPasses<Config, Variant>;
+  using Base = HopperPasses<Config, Variant, Loading::boxes>;
   using Base::arrived_k, Base::arrived_v, Base::bar, Base::base_, Base::lane_, Base::locate, Base::maps_, Base::meta_;
   using Base::tell, Base::tells, Base::run_queries, Base::run_rows, Base::walk_boxes, Base::warp_;
   using typename Base::Tile;

@@ -54,6 +54,48 @@ __device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int ro
   }
 }
 
+// The same for all rows of a tile, by one warp, none of them missing: lane i has the units of rows i, 32 + i, ...
+// They are dealt out through shared memory (`units`), kDealt rows at a time and four to a read: an address and a copy
+// are all that each copy costs.
+template <int kColumns, int kSlab, int kDealt, int kParts>
+__device__ __forceinline__ void copy_tile(const char* src, unsigned tile, const int (&unit)[kParts], int* units,
+                                          int lane) {
+  constexpr int kChunks = kColumns / 8, kPer = kChunks >= 16 ? 2 : 4, kLanes = 32 / kPer;
+  constexpr int kMine = kDealt / kPer;  // of them this lane's: those of one place among kPer
+  const int sub = lane / kLanes, chunk0 = lane % kLanes;
+  const char* mine = ptx::opaque(src + chunk0 * 16);
+  const unsigned to = tile + chunk0 / 8 * kSlab + sub * 128 + ((chunk0 ^ sub) & 7) * 16;
+  unsigned swizzled[4];  // rows that are a multiple of 8 apart have the same
+#pragma unroll
+  for (int j = 0; j < 4; ++j) swizzled[j] = to ^ (j * kPer & 7) * 16;
+  const int4* here = reinterpret_cast<const int4*>(units + sub * kMine);
+#pragma unroll
+  for (int row0 = 0; row0 < kParts * 32; row0 += kDealt) {
+    __syncwarp();
+#pragma unroll
+    for (int part = 0; part < kDealt / 32; ++part) {
+      units[lane % kPer * kMine + (part * 32 + lane) / kPer] = unit[row0 / 32 + part];
+    }
+    __syncwarp();
+    int4 ahead = here[0];
+#pragma unroll
+    for (int first = 0; first < kMine; first += 4) {
+      const int4 u = ahead;
+      if (first + 4 < kMine) ahead = here[first / 4 + 1];  // before the copies: none of them waits for it
+      const char* at[4] = {mine + static_cast<long long>(u.x) * 16, mine + static_cast<long long>(u.y) * 16,
+                           mine + static_cast<long long>(u.z) * 16, mine + static_cast<long long>(u.w) * 16};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int c = 0; c < kChunks; c += kLanes) {
+          const unsigned dst = swizzled[j] + (row0 + (first + j) * kPer) * 128 + c / 8 * kSlab;
+          if (kChunks % kLanes == 0 || c + chunk0 < kChunks) ptx::cp_async16(dst, at[j] + c * 16);
+        }
+      }
+    }
+  }
+}
+
 // The same for 32 rows of Q that are all there and lie at even distances: row r is query r / kGroup, head r % kGroup, a
 // query step_row bytes behind the one before, a head step_head. A third of the instructions.
 template <int kColumns, int kSlab, int kGroup>

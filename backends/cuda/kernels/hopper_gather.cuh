@@ -1,105 +1,223 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loader of single keys: all four warps copy rows by 16-byte asynchronous copies from any slots; dead rows are
-// zeros, nothing is read for them. Copies arrive on the barrier by themselves, so that a warp never waits for one;
-// consumers then order their products after them (kConsumersFence).
+// The loader of single keys: one warp each for K and V copies the rows of a tile by 16-byte asynchronous copies from
+// any slots, one brings Q and one writes the rows' table, as for boxes. Dead rows are zeros, nothing is read for them.
+// Copies arrive on the barrier by themselves, so that a warp never waits for one; consumers then order their products
+// after them (kConsumersFence).
 #pragma once
-#include "hopper_tables.cuh"
+#include "hopper_passes.cuh"
 
 namespace attnrt {
 
 template <class Config, class Variant>
-class HopperGather : public HopperTables<Config, Variant, Loading::gather> {
+class HopperGather : public HopperPasses<Config, Variant, Loading::gather> {
   using L = HopperLayout<Config, Variant>;
-  using Base = HopperTables<Config, Variant, Loading::gather>;
-  using Base::arrived_half, Base::arrived_k, Base::arrived_q, Base::arrived_v, Base::bar, Base::base_,
-      Base::copy_queries, Base::fetch_query, Base::lane_, Base::make_bounds, Base::make_row;
-  using Base::meta_, Base::own_part, Base::p_, Base::tell, Base::vector_queries, Base::wait_half, Base::wait_queries,
-      Base::wait_table;
-  using Base::walk_tiles, Base::warp_, Base::write_pass, Base::write_row;
-  using typename Base::Bounds;
-  using typename Base::Query;
+  using Base = HopperPasses<Config, Variant, Loading::gather>;
+  using Base::arrived_k, Base::arrived_v, Base::bar, Base::base_, Base::fetch_block, Base::lane_, Base::meta_, Base::p_;
+  using Base::run_queries, Base::run_rows, Base::slot_in, Base::tell, Base::tells, Base::tile_of, Base::wait_pass;
+  using Base::warp_;
   using typename Base::Tile;
+  static constexpr int kParts = L::kTile / 32;
 
  public:
-  // Arrivals that complete a full barrier: copies come from every thread, tables from every warp.
-  static constexpr int kArrivalsTable = 4 * ptx::kWarpArrivals;
-  static constexpr int kArrivalsQ = 128;
-  static constexpr int kArrivalsHalf = 64;
-  static constexpr int kArrivalsK = L::kTile + L::kTile / 32 * ptx::kWarpArrivals;
-  static constexpr int kArrivalsV = L::kTile;
+  // Arrivals that complete a full barrier: a copy arrives for each lane that made it, what a warp wrote for the warp.
+  static constexpr int kArrivalsTable = ptx::kWarpArrivals;
+  static constexpr int kArrivalsQ = ptx::kWarpArrivals;
+  static constexpr int kArrivalsHalf = ptx::kWarpArrivals;
+  static constexpr int kArrivalsK = 32 + ptx::kWarpArrivals;
+  static constexpr int kArrivalsV = 32;
   static constexpr bool kConsumersFence = true;
 
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    static_assert(L::kTile == 64 || L::kTile == 128, "a warp brings 32 keys, of K and V or of one of them");
-    int t = 0, count = 0, before_head = 0;
-    int before = -1;  // V of the tile before is still to come
-    walk_tiles([&](const WorkItem& item, const PartDesc& part, int head,
-                   int first) { gather_queries(item, part, head, first, count++); },
-               [&](const Tile& tile, int head, long long slot, int pos) {
-                 if (L::kTile == 64 && warp_ >= 2) {
-                   gather_v(t++, static_cast<int>(slot), head);
-                   return;
-                 }
-                 gather_k(tile, t, slot, pos, head);
-                 if (L::kTile == 128 && t > 0) gather_v(t - 1, before, before_head);
-                 before = static_cast<int>(slot);
-                 before_head = head;
-                 ++t;
-               });
-    if (L::kTile == 128 && t > 0) gather_v(t - 1, before, before_head);
-    wait_table(count);
-    if (warp_ == 0 && lane_ == 0) meta_.pass[L::table(count)].done = 1;
-    ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
+    if (warp_ == 1) {
+      run_queries();
+    } else if (warp_ == 2) {
+      run_rows();
+    } else if (warp_ == 0) {
+      run_keys<false>();
+    } else {
+      run_keys<true>();
+    }
   }
 
  private:
-  __device__ __forceinline__ void gather_queries(const WorkItem& item, const PartDesc& part, int head, int first,
-                                                 int count) {
-    const Bounds bounds = make_bounds(item, part, head);
-    wait_table(count);
-    if constexpr (L::kBuffersQ == 2) wait_queries(count);
-#pragma unroll 1
-    for (int row = warp_ * 32; row < L::kRows; row += 128) {
-      const Query query = fetch_query(item, part, first + row + lane_);
-      if constexpr (L::kBuffersQ == 1) wait_half(row / 64, count);
-      copy_queries(item, part, head, first, row, count);
-      if constexpr (L::kBuffersQ == 1) arrive(arrived_half(row / 64), vector_queries());
-      write_row(make_row(item, part, head, first, row + lane_, query), bounds, head, first, row + lane_, count);
-    }
-    if (warp_ == 0) write_pass(item, bounds, head, first, count);
-    if constexpr (L::kBuffersQ == 2) arrive(arrived_q(count & 1), vector_queries());
-    ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
+  // Of K or V: whether a slot's place is `step` units times the slot and the head's, and no place needs more than 32
+  // bits (kNoUnit aside).
+  struct Pool {
+    bool flat;
+    int step;
+  };
+  static constexpr int kUnit = 16 / L::kElementKv;  // elements of a unit
+  __device__ __forceinline__ Pool pool_of(const PagedKv& kv) const {
+    const long long step = kv.page.divisor == 1 ? kv.stride_page : kv.stride_token;
+    const long long heads = p_.num_qo_heads / Config::group;
+    Pool x;
+    x.flat = kv.vectors &&
+             (kv.page.divisor == 1 || kv.stride_page == step * kv.page.divisor || kv.num_slots <= kv.page.divisor) &&
+             kv.num_slots * llabs(step) + heads * llabs(kv.stride_head) < 0x7fffffffLL * kUnit;
+    x.step = static_cast<int>(step / kUnit);
+    return x;
   }
 
-  // This thread's copies arrive when they are done; what it stored itself is done.
-  __device__ __forceinline__ static void arrive(unsigned full, bool copies) {
-    if (copies) {
+  // The list of a pass, and which offsets it has blocks for.
+  struct Keys {
+    KvList list;
+    FastDiv block;
+    int head, low, high;
+    __device__ __forceinline__ bool whole(int offset) const { return offset >= low && offset + L::kTile <= high; }
+  };
+
+  // K or V of the worker's tiles. What a pass says is copied first: its table may be written anew as soon as the pass's
+  // last tile is used.
+  template <bool kValues>
+  __device__ __forceinline__ void run_keys() const {
+    const Pool pool = pool_of(kValues ? p_.v : p_.k);
+    int t = 0;
+#pragma unroll 1
+    for (int count = 0; wait_pass(count); ++count) {
+      const PassRecord& pass = meta_.pass[L::table(count)];
+      const int kv_begin = pass.item.kv_begin, kv_end = pass.item.kv_end, klass = pass.item.klass;
+      const int leaf_end = pass.item.leaf_end;
+      Tile tile = tile_of(count);
+      Keys keys;
+      keys.list = meta_.keys[L::table(count)].list;
+      keys.block = meta_.keys[L::table(count)].block;
+      keys.head = pass.head;
+      keys.low = max(tile.live_low, keys.list.offset);
+      const long long listed = static_cast<long long>(keys.list.entries) * keys.block.divisor + keys.list.offset;
+      keys.high =
+          keys.list.indices ? static_cast<int>(min(static_cast<long long>(tile.live_high), listed)) : tile.live_high;
+      int leaf = pass.item.leaf_begin, stop = pass.stop;
+#pragma unroll 1
+      for (;;) {
+        int id[kParts];  // of the tile's blocks, loaded a tile ahead
+        fetch(id, keys, tile.offset);
+#pragma unroll 1
+        for (; tile.offset < stop; tile.offset += L::kTile, ++t) {
+          int next[kParts];
+          fetch(next, keys, tile.offset + L::kTile);
+          bring<kValues>(pool, keys, tile, id, t);
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) id[part] = next[part];
+        }
+        if (++leaf >= leaf_end) break;
+        leaf_range<L::kTile>(meta_.rulers[klass], kv_begin, kv_end, leaf, tile.offset, stop);
+      }
+    }
+  }
+
+  // The blocks of a tile that has all of its keys: what other tiles take, they look up when they come. A pass's warp
+  // has a few hundred instructions for a tile, so that these are few.
+  __device__ __forceinline__ void fetch(int (&id)[kParts], const Keys& keys, int offset) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) id[part] = 0;
+    if (!keys.whole(offset) || !keys.list.indices) return;
+    const int j = offset - keys.list.offset + lane_;
+    if (keys.block.divisor == 1) {
+      const int* const at = keys.list.indices + j;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) id[part] = at[part * 32];
+    } else {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        unsigned block, token;
+        keys.block.split(j + part * 32, block, token);
+        id[part] = keys.list.indices[block];
+      }
+    }
+  }
+
+  // Units of the rows of a tile that has all of its keys; false: not all of them are there.
+  template <bool kValues>
+  __device__ __forceinline__ bool find(int (&unit)[kParts], const Pool& pool, const Keys& keys, const int (&id)[kParts],
+                                       int offset) const {
+    const PagedKv& kv = kValues ? p_.v : p_.k;
+    const int j = offset - keys.list.offset + lane_, first = static_cast<int>(keys.head * kv.stride_head / kUnit);
+    bool there = true;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      unsigned long long slot = static_cast<unsigned>(id[part]);
+      if (!keys.list.indices) {
+        slot = keys.list.base + j + part * 32;
+      } else if (keys.block.divisor != 1) {
+        unsigned block, token;
+        keys.block.split(j + part * 32, block, token);
+        slot = slot * keys.block.divisor + token;
+      }
+      there = there && slot < static_cast<unsigned long long>(kv.num_slots) && (!keys.list.indices || id[part] >= 0);
+      if (pool.flat) {
+        unit[part] = static_cast<int>(slot) * pool.step + first;
+      } else {
+        const long long from = slot_offset(kv, static_cast<unsigned>(slot), keys.head);
+        there = there && is_near<L::kElementKv>(from);
+        unit[part] = unit_of<L::kElementKv>(from);
+      }
+    }
+    return __all_sync(0xffffffffu, there);
+  }
+
+  // A tile as 32 keys after the other, some of which may not be there.
+  template <bool kValues>
+  __device__ __forceinline__ void bring_parts(const Keys& keys, const Tile& tile, unsigned dst, int stage) const {
+    constexpr int kColumns = (kValues ? L::kDimVo : L::kDim) * L::kElementKv / 2;
+    const PagedKv& kv = kValues ? p_.v : p_.k;
+    int id[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      id[part] = fetch_block(keys.block, keys.list, tile, tile.offset + part * 32);
+    }
+#pragma unroll 1
+    for (int part = 0; part < kParts; ++part) {
+      int here = id[0], pos;
+#pragma unroll
+      for (int i = 1; i < kParts; ++i) here = part == i ? id[i] : here;
+      const long long slot = slot_in(keys.block, keys.list, tile.offset + part * 32, here, pos);
+      const long long from = slot < 0 ? kNoRow : slot_offset(kv, static_cast<unsigned>(slot), keys.head);
+      gather_any<kColumns, L::kSlabKv, L::kElementKv>(kv.vectors, kv.ptr, dst, part * 32, from, lane_);
+      if constexpr (!kValues) tell(tile, stage, part, slot, pos);
+    }
+  }
+
+  // Tile t: where its rows lie is known before the wait for its buffer.
+  template <bool kValues>
+  __device__ __forceinline__ void bring(const Pool& pool, const Keys& keys, const Tile& tile, const int (&id)[kParts],
+                                        int t) const {
+    constexpr int kColumns = (kValues ? L::kDimVo : L::kDim) * L::kElementKv / 2;
+    const PagedKv& kv = kValues ? p_.v : p_.k;
+    const int stage = t % L::kStages;
+    const unsigned dst =
+        base_ + (kValues ? L::kOffsetV + stage * L::kBytesV + L::kRawV : L::kOffsetK + stage * L::kBytesK + L::kRawK);
+    const unsigned full = kValues ? arrived_v(stage) : arrived_k(stage);
+    const unsigned empty = bar(kValues ? meta_.v_empty[stage] : meta_.k_empty[stage]);
+    int unit[kParts];
+    const bool quick = kv.vectors && keys.whole(tile.offset) && find<kValues>(unit, pool, keys, id, tile.offset);
+    ATTNRT_TRACE(kValues ? 5 : 4, t, 0);
+    ptx::mbar_wait(empty, (t / L::kStages & 1) ^ 1);
+    ATTNRT_TRACE(kValues ? 5 : 4, t, 1);
+    if (quick) {
+      copy_tile<kColumns, L::kSlabKv, L::kDealt>(kv.ptr, dst, unit, meta_.unit[kValues], lane_);
+      if constexpr (!kValues) {
+        if (tells(tile)) {
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            int pos;
+            const long long slot = slot_in(keys.block, keys.list, tile.offset + part * 32, id[part], pos);
+            tell(tile, stage, part, slot, pos);
+          }
+        }
+      }
+    } else {
+      bring_parts<kValues>(keys, tile, dst, stage);
+    }
+    ATTNRT_TRACE(kValues ? 5 : 4, t, 2);
+    // This thread's copies arrive when they are done; what it stored itself is done.
+    if (kv.vectors) {
       ptx::cp_async_mbar_arrive_noinc(full);
     } else {
       ptx::mbar_arrive(full);
     }
-  }
-
-  __device__ __forceinline__ void gather_k(const Tile& tile, int t, long long slot, int pos, int head) const {
-    const int stage = t % L::kStages;
-    const long long from = slot < 0 ? kNoRow : slot_offset(p_.k, static_cast<unsigned>(slot), head);
-    ptx::mbar_wait(bar(meta_.k_empty[stage]), (t / L::kStages & 1) ^ 1);
-    gather_any<L::kDim * L::kElementKv / 2, L::kSlabKv, L::kElementKv>(
-        p_.k.vectors, p_.k.ptr, base_ + L::kOffsetK + stage * L::kBytesK + L::kRawK, warp_ * 32, from, lane_);
-    arrive(arrived_k(stage), p_.k.vectors);
-    tell(tile, stage, warp_, slot, pos);
-    ptx::mbar_arrive_warp(arrived_k(stage), lane_);
-  }
-
-  __device__ __forceinline__ void gather_v(int t, int slot, int head) {
-    const int stage = t % L::kStages;
-    ptx::mbar_wait(bar(meta_.v_empty[stage]), (t / L::kStages & 1) ^ 1);
-    const long long from = slot < 0 ? kNoRow : slot_offset(p_.v, static_cast<unsigned>(slot), head);
-    gather_any<L::kDimVo * L::kElementKv / 2, L::kSlabKv, L::kElementKv>(
-        p_.v.vectors, p_.v.ptr, base_ + L::kOffsetV + stage * L::kBytesV + L::kRawV, own_part() * 32, from, lane_);
-    arrive(arrived_v(stage), p_.v.vectors);
+    if constexpr (!kValues) ptx::mbar_arrive_warp(full, lane_);
   }
 };
 

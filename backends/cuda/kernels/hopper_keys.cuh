@@ -35,13 +35,8 @@ class HopperKeys {
   // Whether anybody asks where keys stand: what rows see by offset alone runs on whatever the blocks' positions.
   static constexpr bool kPositions = Variant::has_mask || Variant::has_logits || Variant::has_key || Variant::has_value;
 
-  // gather: which 32 keys of a tile this warp brings.
-  __device__ __forceinline__ int own_part() const { return L::kTile == 128 ? warp_ : warp_ & (L::kTile / 32 - 1); }
-
-  // A lane looks up the first key of its box (boxes) or its own key (gather): `at` is the key's place in the tile.
-  __device__ __forceinline__ int lookup_key() const {
-    return kHow == Loading::boxes ? lane_ << maps_.box_log2 : own_part() * 32 + lane_;
-  }
+  // A lane looks up the first key of its box (boxes), or its own of 32 keys (gather).
+  __device__ __forceinline__ int lookup_key() const { return kHow == Loading::boxes ? lane_ << maps_.box_log2 : lane_; }
 
   // Listed block of the key at an offset, or -1. The load is issued a tile ahead: its latency is that of L2 or worse.
   // `block_size` is a copy of the part's: what lies behind its pointer would be read again for every tile.
@@ -105,21 +100,6 @@ class HopperKeys {
     if (lane_ == 0) meta_.range[stage][part] = range;
   }
 
-  // Bounds of what exists in memory under a block row. A list may hold more than its live range; the item may want less
-  // of it.
-  __device__ __forceinline__ void live_range(const WorkItem& item, const PartDesc& part, const KvList& list, int head,
-                                             int& low, int& high) const {
-    const int entry = item.row * part.heads + (part.heads > 1 ? head : 0);
-    low = list.offset + part.kv_begin[entry];
-    high = min(list.offset + part.kv_end[entry], bound_limit(p_, item, part));
-  }
-
-  __device__ __forceinline__ void want(const WorkItem& item, const PartDesc& part, const KvList& list, int head,
-                                       Tile& tile) const {
-    live_range(item, part, list, head, tile.live_low, tile.live_high);
-    narrow(item, part.block, list, p_.plan->solid, tile);
-  }
-
   // Of the keys that are there those that the item wants, and whether their positions run on.
   __device__ __forceinline__ static void narrow(const WorkItem& item, const FastDiv& block_size, const KvList& list,
                                                 bool solid, Tile& tile) {
@@ -138,36 +118,6 @@ class HopperKeys {
     div.split(static_cast<unsigned>(slot), p, t);
     token = slot < 0 ? 0 : static_cast<int>(t);
     page = slot < 0 ? -1 : static_cast<int>(p);
-  }
-
-  // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's lookup
-  // key.
-  // open(item, part, head, first) comes before the tiles of each pass.
-  template <class Open, class F>
-  __device__ __forceinline__ void walk_tiles(Open&& open, F&& f) {
-    walk_passes<L::kRows, Config::group>(p_, blockIdx.x, [&](const WorkItem& item, int head, int first) {
-      const PartDesc& part = p_.plan->parts[item.part];
-      open(item, part, head, first);
-      KvList list;
-      list.open(part, item.row, head);
-      Tile tile;
-      want(item, part, list, head, tile);
-      const FastDiv block = part.block;
-#pragma unroll 1
-      for (int leaf = item.leaf_begin; leaf < max(item.leaf_end, item.leaf_begin + 1); ++leaf) {
-        int stop;
-        leaf_range<L::kTile>(p_, item, leaf, tile.offset, stop);
-        int id = fetch_block(block, list, tile, tile.offset);
-#pragma unroll 1
-        for (; tile.offset < stop; tile.offset += L::kTile) {
-          const int next = fetch_block(block, list, tile, tile.offset + L::kTile);
-          int pos;
-          const long long slot = slot_in(block, list, tile.offset, id, pos);
-          f(tile, head, slot, pos);
-          id = next;
-        }
-      }
-    });
   }
 
   __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }

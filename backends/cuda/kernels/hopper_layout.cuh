@@ -93,6 +93,8 @@ struct HopperLayout {
   static constexpr int kTables = Variant::reads_index_mask || kOffsetMeta > 193 * 1024 ? 2 : 4;
   // What follows from a row's entry is worked out by the loader where its table fits, else by consumers.
   static constexpr bool kWorkedOut = kOffsetMeta <= 193 * 1024;
+  // Rows of a tile whose places the gather deals out at a time: all of them, where their table fits.
+  static constexpr int kDealt = kTurns && !kWorkedOut ? 32 : kTile;
   __device__ __forceinline__ static int table(int pass) { return pass & (kTables - 1); }
 };
 
@@ -107,7 +109,7 @@ struct PassRecord {
   int done;      // 1: no pass, the list has ended
 };
 
-// What a loader of boxes needs of a pass beside its record. One warp reads the plan, a few passes ahead of all others:
+// What a loader needs of a pass beside its record. One warp reads the plan, a few passes ahead of all others:
 // a walk is a chain of loads that take six hundred clocks each.
 struct PassKeys {
   KvList list;
@@ -156,6 +158,7 @@ struct HopperMeta {
   int4 span[L::kTables][L::kRows / 32];
   long long mask_bit[L::kTables][L::kMaskRows];  // of the key at offset 0, counted from address 0
   int mask_from[L::kTables][L::kMaskRows];
+  alignas(16) int unit[2][L::kDealt];  // gather: where the rows of a tile of K and of V lie (copy_tile)
   PassRecord pass[L::kTables];
   PassKeys keys[L::kTables];
   RulerDesc rulers[kMaxClasses];  // the plan's, and the part at hand, of the warp that reads the plan
@@ -175,24 +178,6 @@ struct HopperMeta {
 template <class Config, class Variant>
 __host__ __device__ constexpr int hopper_smem_bytes() {
   return HopperLayout<Config, Variant>::kOffsetMeta + sizeof(HopperMeta<HopperLayout<Config, Variant>>);
-}
-
-// Calls f(item, head, first) for every pass of a worker's list, in plan order: an item's KV heads, then every kRows of
-// its rows.
-template <int kRows, int kGroup, class F>
-__device__ __forceinline__ void walk_passes(const RunParams& p, int worker, F&& f) {
-  const int* const lists = p.plan->worker_indptr + p.plan->num_workers + p.plan->wide_workers;
-  const int end = lists[worker + 1];
-#pragma unroll 1
-  for (int i = lists[worker]; i < end; ++i) {
-    const WorkItem& item = p.plan->work[i];
-    const int rows = (item.q_end - item.q_begin) * kGroup;
-#pragma unroll 1
-    for (int head = item.head_begin; head < item.head_end; ++head) {
-#pragma unroll 1
-      for (int first = 0; first < rows; first += kRows) f(item, head, first);
-    }
-  }
 }
 
 // First tile and one past the last key of a leaf, as an item sees it. A leaf without keys still has one tile, of dead

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The passes of a worker's list as the loader of boxes takes them: one warp reads the plan and writes, a few passes
-// ahead, all that consumers and the warps for Q, K and V ask of a pass; these read it from shared memory. A pass may be
-// as short as one tile, and a walk through the plan is a chain of loads of six hundred clocks each: so there is one
-// walk, and its links are as few as can be.
+// The passes of a worker's list as loaders take them: one warp reads the plan and writes, a few passes ahead, all that
+// consumers and the warps for Q, K and V ask of a pass; these read it from shared memory. A pass may be as short as one
+// tile, and a walk through the plan is a chain of loads of six hundred clocks each: so there is one walk, and its links
+// are as few as can be.
 #pragma once
 #include "hopper_tables.cuh"
 
 namespace attnrt {
 
-template <class Config, class Variant>
-class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
+template <class Config, class Variant, Loading kHow>
+class HopperPasses : public HopperTables<Config, Variant, kHow> {
   using L = HopperLayout<Config, Variant>;
-  using Base = HopperTables<Config, Variant, Loading::boxes>;
+  using Base = HopperTables<Config, Variant, kHow>;
 
  protected:
   using Base::arrived_half, Base::arrived_q, Base::bar, Base::bound_, Base::bounds_of, Base::copy_queries, Base::evenly,
@@ -61,6 +61,19 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
   __device__ __forceinline__ bool sees_pass(int count) const {
     return ptx::mbar_test_wait(bar(meta_.table_full[L::table(count)]), count / L::kTables & 1) &&
            !meta_.pass[L::table(count)].done;
+  }
+
+  // The first tile of pass `count`.
+  __device__ __forceinline__ Tile tile_of(int count) const {
+    const PassKeys& keys = meta_.keys[L::table(count)];
+    Tile tile;
+    tile.offset = meta_.pass[L::table(count)].begin;
+    tile.low = keys.low;
+    tile.high = keys.high;
+    tile.live_low = keys.live_low;
+    tile.live_high = keys.live_high;
+    tile.shift = keys.shift;
+    return tile;
   }
 
   // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's box. What
@@ -234,19 +247,6 @@ class HopperPasses : public HopperTables<Config, Variant, Loading::boxes> {
     }
     ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
     ATTNRT_TRACE(3, count, 3);
-  }
-
-  // The first tile of pass `count`.
-  __device__ __forceinline__ Tile tile_of(int count) const {
-    const PassKeys& keys = meta_.keys[L::table(count)];
-    Tile tile;
-    tile.offset = meta_.pass[L::table(count)].begin;
-    tile.low = keys.low;
-    tile.high = keys.high;
-    tile.live_low = keys.live_low;
-    tile.live_high = keys.live_high;
-    tile.shift = keys.shift;
-    return tile;
   }
 
   // Asks for the first tiles of a pass in L2, if it is known: the first keys of a head come from memory. `id`: what

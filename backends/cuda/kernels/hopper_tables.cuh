@@ -15,7 +15,7 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
  protected:
   using Base::bar, Base::base_, Base::bound_, Base::kNoShift, Base::lane_, Base::meta_, Base::p_;
   using Base::Base;
-  using Base::params_, Base::want;
+  using Base::params_;
   using typename Base::Tile;
 
   // Offset of row `first + r` of an item in q, or kNoRow.
@@ -45,19 +45,10 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     return x;
   }
 
-  // The record of a pass but for its item; a warp's work, because bounds of lengths are.
+  // The record of a pass but for its item.
   struct Bounds {
     int begin, stop, runs, shift, live_begin, live_end;
   };
-  __device__ __forceinline__ Bounds make_bounds(const WorkItem& item, const PartDesc& part, int head) const {
-    KvList list;
-    list.open(part, item.row, head);
-    Tile tile;
-    want(item, part, list, head, tile);
-    Bounds x = bounds_of(list, tile);
-    leaf_range<L::kTile>(p_, item, item.leaf_begin, x.begin, x.stop);
-    return x;
-  }
   __device__ __forceinline__ static Bounds bounds_of(const KvList& list, const Tile& tile) {
     Bounds x;
     x.runs = tile.shift != kNoShift;
@@ -136,13 +127,6 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     }
   }
 
-  __device__ __forceinline__ void write_pass(const WorkItem& item, const Bounds& x, int head, int first,
-                                             int pass) const {
-    if (lane_ != 0) return;
-    PassRecord& record = meta_.pass[L::table(pass)];
-    record.item = item;
-    write_bounds(record, x, head, first);
-  }
   __device__ __forceinline__ static void write_bounds(PassRecord& record, const Bounds& x, int head, int first) {
     record.head = head;
     record.first = first;
