@@ -42,13 +42,13 @@ _Step: Any = None  # a checkout that has not been built, or not since: every ste
 with contextlib.suppress(ImportError):
     from attnrt import _step_native
 
-    if _step_native.REVISION == 2:
+    if _step_native.REVISION == 3:
         _Step = _step_native.Step
 
 __all__ = ["Stepper"]
 
 #: The struct Fixed of native/step.cpp.
-_FIXED = struct.Struct("<5Q24q3Qq4Q4q")
+_FIXED = struct.Struct("<5Q24q3Qq4Q6q")
 #: Bytes of a staging buffer at least: steps of a few hundred requests. What is larger than all before goes the long way once.
 _LEAST_STAGING = 1 << 18
 
@@ -208,6 +208,7 @@ class Stepper:
             len(buffers[0]),
             *(event.handle for event in events),
             *first,
+            0 if traits.sharing is None else traits.sharing.run,
         )
         self._native = _Step(fixed, header, BlockSparse, flags)
         self._key, self._traits, self._ring, self._alive = key, traits, staging, alive

@@ -25,6 +25,7 @@ __all__ = [
     "Plan",
     "Ruler",
     "Scheduler",
+    "Sharing",
     "Team",
     "Traits",
     "WorkList",
@@ -163,6 +164,39 @@ class Team:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What workers of one multiprocessor share: costs are those of a worker while all others read as well, and whoever has
+    neighbours without work is faster. A plan takes as long as the busiest worker at its best rate, or as memory takes for all:
+    the mean worker's time and some of what the busiest multiprocessor has more.
+
+    Attributes
+    ----------
+    workers : int
+        Of a multiprocessor: workers w, w + m, w + 2 * m, ... of m multiprocessors.
+    alone : float
+        Times its share that a worker reads at most.
+    scattered : float
+        The same from lists of blocks that are no multiples of ``run`` tokens.
+    run : int
+    busy : float
+        How much counts of what the busiest multiprocessor has more than the mean one.
+    again : float
+        Cost of second items: of workers that have to start once more.
+    merge, fold : float
+        Cost of a merge that cuts make necessary, and of each state in the longest one.
+    """
+
+    workers: int
+    alone: float
+    scattered: float
+    run: int
+    busy: float
+    again: float = 0.0
+    merge: float = 0.0
+    fold: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """A backend's pure answer to the planner.
 
@@ -189,6 +223,9 @@ class Traits:
         Cost of a partial state of one query head, written and read.
     repeated : float
         Cost of a key that other items have read, of one that they have not.
+    sharing : Sharing or None
+        None: workers share nothing that counts, a plan takes as long as its busiest worker, and a merge that cuts make
+        necessary costs ``fixed`` times the KV heads.
     """
 
     name: str
@@ -204,6 +241,7 @@ class Traits:
     launch: float = 0.0
     state: float = 0.0
     repeated: float = 1.0
+    sharing: Sharing | None = None
 
     @property
     def all_workers(self) -> int:

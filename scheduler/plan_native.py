@@ -16,13 +16,13 @@ import numpy as np
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS, MergeList, Team, Traits, WorkList
 from attnrt.scheduler.mask_range import mask_range
-from attnrt.scheduler.problem import FAR, visible_range
+from attnrt.scheduler.problem import FAR, scattered, visible_range
 from attnrt.scheduler.values import twin
 
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse
 
-_ABI = 6  # of native/planner_abi.h
+_ABI = 7  # of native/planner_abi.h
 
 try:
     from attnrt.scheduler._planner_native import ffi, lib
@@ -108,7 +108,11 @@ def _traits_struct(traits: Traits) -> Any:
     for crew, out in zip(crews, struct.crews, strict=False):
         out.alpha, out.beta, out.beta_rows, out.fixed = crew.alpha, crew.beta, crew.beta_rows, crew.fixed
         out.num_workers = crew.num_workers
-    struct.crews[0].unit = 1.0
+    own, sharing = struct.crews[0], traits.sharing
+    own.unit = 1.0
+    if sharing is not None:
+        own.share, own.alone, own.scattered = sharing.workers, sharing.alone, sharing.scattered
+        own.busy, own.again, own.merge, own.fold = sharing.busy, sharing.again, sharing.merge, sharing.fold
     for team, out in zip(traits.teams, struct.crews[1 : len(crews)], strict=True):
         out.section, out.first_class, out.rows = team.section, team.first_class, team.rows
         out.unit, out.overlap = team.unit, team.overlap
@@ -200,6 +204,8 @@ def plan_native(
     ready, s.ready = s.ready, None
     if ready is None or ready is not parts or facts.reach is None:
         alive = _point_at(s, parts, limits, facts, num_rows)
+    sharing = traits.sharing
+    p.scattered = sharing is not None and scattered(parts, sharing.run)
     counts = s.counts
     status = lib.attnrt_plan(p, counts)
     if status:

@@ -19,8 +19,8 @@ import numpy as np
 
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.assign import check_assignment, split_limit
-from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, WorkList
-from attnrt.scheduler.problem import Problem
+from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, Sharing, WorkList
+from attnrt.scheduler.problem import Problem, scattered
 from attnrt.scheduler.tiles import Tile, find_tiles, mark_rows, rows_of, units_of
 
 __all__ = ["GOOD_BALANCE", "MANY_ITEMS", "plan_python"]
@@ -31,11 +31,14 @@ GOOD_BALANCE = 1.05
 #: Nor go on once items outnumber workers by this factor: finer items could not gain much, and planning takes time.
 MANY_ITEMS = 4
 
-#: Cut runs shorter than Algorithm 1 asks only if the longest worker is over the mean by more than this factor,
+#: Cut runs shorter than Algorithm 1 asks only if the time is over the mean by more than this factor,
 BAD_BALANCE = 1.1
 
 #: to these parts of its limit.
 SHORTER_RUNS = (2, 4, 8)
+
+#: Where workers share multiprocessors, fewer of them may be as fast: runs this many times as long, which need fewer merges.
+LONGER_RUNS = (2, 4)
 
 _INT32_MAX = (1 << 31) - 1
 
@@ -63,9 +66,10 @@ class Candidate:
     sections: np.ndarray
     mean: float
     longest: float
+    states: int  # of the row with most
     order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     worker_indptr: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    makespan: float = 0.0
+    time: float = 0.0
 
 
 def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
@@ -180,10 +184,11 @@ def _sections(problem: Problem, tiles: list[Tile], size: int) -> dict[tuple[int,
 
 
 def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Candidate:
-    """Items of fewer and fewer heads, then, if the longest worker is still far off, shorter runs; the best of these.
+    """Items of fewer and fewer heads, then, if the time is still far off, shorter or longer runs; the best of these.
 
     A split of heads needs no merge, so it comes first. Algorithm 1 alone lets a run be as long as a worker's fair share, which
-    leaves the longest worker up to twice the mean; halving its limit costs merges and is charged for them.
+    leaves the longest worker up to twice the mean; halving its limit costs merges and is charged for them. Longer runs are
+    weighed against both.
     """
     heads, workers = problem.num_kv_heads, crew.workers
     divisors = [1]
@@ -206,14 +211,16 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
             if best is None or _score(problem, crew, candidate) < _score(problem, crew, best)
             else best
         )
-        if not candidate.cuts and candidate.makespan <= GOOD_BALANCE * candidate.mean:
+        if not candidate.cuts and candidate.time <= GOOD_BALANCE * candidate.mean:
             break
         if len(candidate.items) >= MANY_ITEMS * workers:
             break
     assert best is not None
-    count = len(best.items)
-    for finer in SHORTER_RUNS if not hasattr(problem.scheduler, "split") else ():
-        if best.makespan <= BAD_BALANCE * best.mean or count >= 4 * MANY_ITEMS * workers:
+    if hasattr(problem.scheduler, "split"):
+        return best
+    count = first = len(best.items)
+    for finer in SHORTER_RUNS:
+        if best.time <= BAD_BALANCE * best.mean or count >= 4 * MANY_ITEMS * workers:
             break
         candidate = _candidate(problem, crew, width, limit / finer, room)
         if len(candidate.items) <= count:
@@ -221,12 +228,47 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
         count = len(candidate.items)
         _assign(problem, crew, candidate)
         best = candidate if _score(problem, crew, candidate) < _score(problem, crew, best) else best
+    count = first
+    for longer in LONGER_RUNS if _sharing(crew) and best.cuts else ():
+        candidate = _candidate(problem, crew, width, limit * longer, room)
+        if len(candidate.items) >= count:
+            continue
+        count = len(candidate.items)
+        if _least(problem, crew, candidate) >= _score(problem, crew, best):
+            continue
+        _assign(problem, crew, candidate)
+        best = candidate if _score(problem, crew, candidate) < _score(problem, crew, best) else best
     return best
 
 
 def _score(problem: Problem, crew: Crew, candidate: Candidate) -> float:
-    """Makespan, and what a merge costs."""
-    return candidate.makespan + (crew.traits.fixed * problem.num_kv_heads if candidate.cuts else 0.0)
+    """Time, and what cuts cost beside it."""
+    return candidate.time + _cost_of_cuts(problem, crew, candidate)
+
+
+def _least(problem: Problem, crew: Crew, candidate: Candidate) -> float:
+    """What a candidate scores at least, however its items are assigned."""
+    alone = candidate.longest / _alone(problem, crew)
+    return max(candidate.mean, alone) + _cost_of_cuts(problem, crew, candidate)
+
+
+def _cost_of_cuts(problem: Problem, crew: Crew, candidate: Candidate) -> float:
+    """Of merges, and of second items."""
+    sharing = _sharing(crew)
+    if sharing is None:
+        return crew.traits.fixed * problem.num_kv_heads if candidate.cuts else 0.0
+    merge = sharing.merge + sharing.fold * candidate.states if candidate.cuts else 0.0
+    return merge + (sharing.again if len(candidate.items) > crew.workers else 0.0)
+
+
+def _sharing(crew: Crew) -> Sharing | None:
+    return getattr(crew.traits, "sharing", None)  # a team's workers share nothing
+
+
+def _alone(problem: Problem, crew: Crew) -> float:
+    sharing = _sharing(crew)
+    assert sharing is not None
+    return sharing.scattered if scattered(problem.parts, sharing.run) else sharing.alone
 
 
 def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tuple[int, int]) -> Candidate:
@@ -257,6 +299,13 @@ def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tup
         sections=np.asarray(sections, np.int64),
         mean=_sum(cost.tolist()) / crew.workers,
         longest=float(cost.max(initial=0.0)),
+        states=max(
+            (
+                _slots(t, own, problem.tree == "pairwise") // t.queries
+                for t, own in zip(crew.tiles, runs, strict=True)
+            ),
+            default=0,
+        ),
     )
 
 
@@ -270,11 +319,20 @@ def _assign(problem: Problem, crew: Crew, candidate: Candidate) -> None:
         result = problem.scheduler.assign(cost, workers)
     candidate.order, candidate.worker_indptr = check_assignment(result, len(cost), workers)
     at = candidate.worker_indptr
-    candidate.makespan = max(
-        (_sum(cost[candidate.order[at[w] : at[w + 1]]].tolist()) for w in range(workers)), default=0.0
-    )
+    loads = [_sum(cost[candidate.order[at[w] : at[w + 1]]].tolist()) for w in range(workers)]
+    candidate.time = _time(problem, crew, candidate.mean, loads)
     idle = np.full(crew.traits.num_workers - workers, len(cost), np.int32)
     candidate.worker_indptr = np.concatenate((at, idle))
+
+
+def _time(problem: Problem, crew: Crew, mean: float, loads: list[float]) -> float:
+    """The busiest worker's; where workers share multiprocessors, as Sharing says."""
+    makespan, sharing = max(loads, default=0.0), _sharing(crew)
+    if sharing is None:
+        return makespan
+    count = -(-len(loads) // sharing.workers)
+    busiest = max((_sum(loads[m::count]) for m in range(count)), default=0.0)
+    return max(mean + sharing.busy * (busiest / sharing.workers - mean), makespan / _alone(problem, crew))
 
 
 def _sum(values: Iterable[float]) -> float:

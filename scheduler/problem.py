@@ -10,7 +10,7 @@ import numpy as np
 from attnrt.formats.base import BlockSparse, Requests
 from attnrt.scheduler.base import Traits
 
-__all__ = ["FAR", "Problem", "classes_of", "visible_range"]
+__all__ = ["FAR", "Problem", "classes_of", "scattered", "visible_range"]
 
 #: Past every position: the end of an unbounded range. Sums of two still fit in 64 bits.
 FAR = 1 << 40
@@ -64,6 +64,11 @@ def classes_of(requests: Requests, traits: Traits, group: int) -> np.ndarray:
         most = traits.classes[i].max_rows
         chosen[slice(None) if most is None else rows <= most] = i
     return chosen
+
+
+def scattered(parts: tuple[BlockSparse, ...], run: int) -> bool:
+    """Whether some part lists blocks that are no multiples of ``run`` tokens."""
+    return any(part.block_size[1] % run and part.kv_base is None for part in parts)
 
 
 def visible_range(composed: Any, pos_min: np.ndarray, pos_max: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -67,6 +67,8 @@ struct Fixed {
   std::uint64_t events[kRing];
   std::uint64_t first;  // attnrt_cuda_first_items, or 0: the header has no room for what it writes
   std::int64_t first_at, firsts_at, rulers_at, kv_tile;  // bytes from the header's start; keys
+  std::int64_t positions;                                // 0: kernels never ask where a block's keys stand
+  std::int64_t run;                                      // Sharing.run, or 0
 };
 
 typedef int (*PlanFunction)(const attnrt_problem*, attnrt_counts*);
@@ -207,6 +209,7 @@ bool plan_index(const Fixed& f, const Job& job, attnrt_counts& counts) {
   problem.num_requests = static_cast<std::int32_t>(job.all[0]->len / 4);
   problem.num_rows = static_cast<std::int32_t>(job.num_qo);
   problem.mode = static_cast<std::int32_t>(f.mode);
+  problem.scattered = f.run && !job.field(kKvBase) && f.block % f.run;
   problem.qo_lens = static_cast<const std::int32_t*>(job.all[0]->buf);
   problem.kv_lens = static_cast<const std::int32_t*>(job.all[1]->buf);
   problem.left = f.left;
@@ -259,7 +262,7 @@ void write_first(const Fixed& f, const Job& job, const attnrt_counts& counts, co
   part.block = static_cast<std::int32_t>(f.block);
   part.heads = static_cast<std::int32_t>(f.heads);
   part.listed = job.field(kKvBase) == nullptr;
-  part.positions = job.field(kBlockPos) != nullptr;
+  part.positions = f.positions && job.field(kBlockPos);
   const std::int32_t* workers = plan + counts.items * kItemWords;
   const std::int32_t count = function<FirstFunction>(f.first)(
       plan, workers, static_cast<int>(f.own_workers), workers + f.workers + 1, static_cast<int>(counts.merges),
@@ -300,7 +303,10 @@ void write(const Step& s, const Job& job, const Spans& at, const attnrt_counts& 
   const std::int32_t no_boxes[] = {-1, -1, 0};
   std::memcpy(header + sizeof pointers + 4 * kHeaderBoxes, no_boxes, sizeof no_boxes);
   std::uint64_t fields[kPartPointerCount];
-  for (int i = 0; i < kPartPointerCount; ++i) fields[i] = job.field(kPartPointers[i]) ? s.at[2 + kPartPointers[i]] : 0;
+  for (int i = 0; i < kPartPointerCount; ++i) {
+    const Field name = kPartPointers[i];
+    fields[i] = job.field(name) && (name != kBlockPos || f.positions) ? s.at[2 + name] : 0;
+  }
   std::memcpy(header + f.part_at, fields, sizeof fields);
   const std::int32_t queries = static_cast<std::int32_t>(job.length(kRequest));
   std::memcpy(header + f.part_at + kPartQueries, &queries, 4);
@@ -467,6 +473,6 @@ PyMODINIT_FUNC PyInit__step_native() {
   if (!module || !type || PyModule_AddObjectRef(module, "Step", type) < 0) return nullptr;
   Py_DECREF(type);
   // Raised with every change of Fixed or of what lies where; attnrt/step.py knows the same number.
-  if (PyModule_AddIntConstant(module, "REVISION", 2) < 0) return nullptr;
+  if (PyModule_AddIntConstant(module, "REVISION", 3) < 0) return nullptr;
   return module;
 }

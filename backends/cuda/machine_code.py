@@ -48,10 +48,9 @@ def _overwrites(words: np.ndarray) -> bool:
     kind = words & 0xFFF
     waits = np.flatnonzero((kind == _WARPGROUP) & ((words & _WAITS) != 0))
     products = np.flatnonzero(kind == _PRODUCT)
-    at = np.stack(
-        [np.searchsorted(waits, products), (words[products] >> np.uint64(24)).astype(np.int64) & 0xFF]
-    )
-    return np.unique(at, axis=1).shape[1] < at.shape[1]
+    registers = (words[products] >> np.uint64(24)).astype(np.int64) & 0xFF
+    at = np.sort(np.searchsorted(waits, products) << 8 | registers)
+    return bool((at[1:] == at[:-1]).any())
 
 
 def _texts(image: bytes) -> list[tuple[str, bytes]]:

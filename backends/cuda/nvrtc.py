@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ def _version() -> tuple[int, int]:
 def why_not_nvrtc() -> str | None:
     """Why NVRTC cannot be used here; None: it can."""
     try:
-        import cuda.core  # noqa: F401
-
         _version()
+        # Not imported before something is compiled: that takes as long as all else of a process's first kernel from disk.
+        if importlib.util.find_spec("cuda.core") is None:
+            raise ImportError("no module named cuda.core")
     except Exception as error:  # loaders raise many kinds
         return f"NVRTC cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); pip install attnrt[cuda]"
     return None

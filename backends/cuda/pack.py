@@ -42,6 +42,7 @@ __all__ = [
     "paged",
     "paged_bytes",
     "plan_place",
+    "reads_positions",
     "run_offsets",
 ]
 
@@ -173,7 +174,21 @@ def _ruler(klass: NumericClass) -> bytes:
 _FIRST_ARRAYS = ("request", "qo_pos", "qo_index", "indptr", "indices", "kv_pos", "kv_offset")
 
 
-def _first_parts(parts: tuple[BlockSparse, ...]) -> tuple[Any, list[Any]]:
+def reads_positions(plan: Plan) -> bool:
+    """Whether some kernel of a plan asks where a key stands. Where none does, lists are packed without their blocks' positions:
+    keys of blocks anywhere are then fetched like those of lists that run on."""
+    composed = plan.spec.composed
+    hooks = (
+        composed.has_mask
+        or composed.reads_index_mask
+        or composed.logits
+        or composed.key_map
+        or composed.value
+    )
+    return bool(hooks) or any(index.features.masked for index in (plan.index, *plan.parts))
+
+
+def _first_parts(parts: tuple[BlockSparse, ...], positions: bool) -> tuple[Any, list[Any]]:
     """attnrt_first_part_t of host parts, and what it points to."""
     ffi, _ = driver.shim()
     packed, held = ffi.new("attnrt_first_part_t[]", max(1, len(parts))), []
@@ -184,7 +199,7 @@ def _first_parts(parts: tuple[BlockSparse, ...]) -> tuple[Any, list[Any]]:
                 held.append(ffi.from_buffer("int32_t[]", array))
                 setattr(to, name, held[-1])
         to.block, to.heads = part.block_size[1], part.heads
-        to.listed, to.positions = part.kv_base is None, part.block_pos is not None
+        to.listed, to.positions = part.kv_base is None, positions and part.block_pos is not None
     return packed, held
 
 
@@ -195,10 +210,11 @@ def has_first(plan: Plan, nbytes: int) -> bool:
 
 def first_writer(loaded: Loaded) -> tuple[int, ...]:
     """What attnrt/native/step.cpp needs to write them: address of the function (0: no room), where it writes, where the header
-    has their count and the rulers, keys of a tile."""
+    has their count and the rulers, keys of a tile, whether kernels read blocks' positions."""
     header: TensorView = loaded.header  # type: ignore[assignment]
     address = driver.first_items_address() if has_first(loaded.plan, header.shape[0]) else 0
-    return address, FIRST_AT, _AT_FIRSTS, _AT_RULERS, loaded.plan.traits.classes[0].kv_tile
+    plan = loaded.plan
+    return address, FIRST_AT, _AT_FIRSTS, _AT_RULERS, plan.traits.classes[0].kv_tile, reads_positions(plan)
 
 
 def fill_first(plan: Plan, target: np.ndarray) -> int:
@@ -208,7 +224,7 @@ def fill_first(plan: Plan, target: np.ndarray) -> int:
         return 0
     ffi, lib = driver.shim()
     memory = ffi.from_buffer("char[]", target, require_writable=True)
-    parts, held = _first_parts(plan.parts)
+    parts, held = _first_parts(plan.parts, reads_positions(plan))
     numbers = [ffi.from_buffer("int32_t[]", x) for x in (work.items, work.worker_indptr, plan.merge.rows)]
     count = lib.attnrt_cuda_first_items(
         *numbers[:2],
@@ -224,13 +240,18 @@ def fill_first(plan: Plan, target: np.ndarray) -> int:
     return int(count)
 
 
-def _part(part: PartViews) -> tuple[int, ...]:
+_AT_BLOCK_POS = PART_POINTERS.index("block_pos")
+
+
+def _part(part: PartViews, positions: bool) -> tuple[int, ...]:
     pointers = [0 if view is None else view.ptr for view in _part_views(part)]
+    if not positions:
+        pointers[_AT_BLOCK_POS] = 0
     return (*pointers, *fast_div(part.block_size), part.heads, part.request.shape[0], 0)
 
 
-def pack_parts(parts: tuple[PartViews, ...]) -> bytes:
-    """The header's parts; the same for every plan of one loaded index.
+def pack_parts(parts: tuple[PartViews, ...], positions: bool) -> bytes:
+    """The header's parts; the same for every plan of one loaded index. ``positions``: ``reads_positions`` of the plan.
 
     Raises
     ------
@@ -239,7 +260,7 @@ def pack_parts(parts: tuple[PartViews, ...]) -> bytes:
     """
     if len(parts) > MAX_PARTS:
         raise LimitError("parts of an index on CUDA", len(parts), MAX_PARTS, "Merge levels of the cascade")
-    return b"".join([_PART.pack(*_part(part)) for part in parts])
+    return b"".join([_PART.pack(*_part(part, positions)) for part in parts])
 
 
 def fill_header(
@@ -253,7 +274,7 @@ def fill_header(
     target : uint8 [HEADER.itemsize or more], writable
         Where there is room for them, the workers' first items follow (``fill_first``).
     rulers, parts : bytes, optional
-        ``pack_rulers(loaded.plan.traits.classes)``, ``pack_parts(loaded.parts)``.
+        ``pack_rulers(loaded.plan.traits.classes)``, ``pack_parts(loaded.parts, reads_positions(loaded.plan))``.
 
     Raises
     ------
@@ -261,7 +282,7 @@ def fill_header(
         More index parts than a header holds.
     """
     if parts is None:
-        parts = pack_parts(loaded.parts)
+        parts = pack_parts(loaded.parts, reads_positions(loaded.plan))
     plan = loaded.plan
     traits = plan.traits
     wide, team = traits.workers_of(WIDE), traits.workers_of(HOPPER)

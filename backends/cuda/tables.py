@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attnrt.dtypes import as_dtype
-from attnrt.scheduler.base import NumericClass, Team, Traits
+from attnrt.scheduler.base import NumericClass, Ruler, Sharing, Team, Traits
 from attnrt.scheduler.machines import APPEND_RULER, DECODE_RULER, ONE_LEAF
 
 if TYPE_CHECKING:
-    from attnrt.scheduler.base import Ruler
     from attnrt.spec import AttentionSpec
 
 __all__ = [
@@ -203,8 +202,28 @@ def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
 #: costs (performance.md).
 FLOPS, BYTES, LAUNCH = 600e12, 4.4e12, 5e-6
 
+#: The decode kernel's workers (performance.md, E11): times its share that one reads which has its multiprocessor to itself, at
+#: 512 bytes a key, and from blocks that are no runs of 16 tokens; how much uneven multiprocessors count; seconds of second
+#: items, of a merge, and of each state of the row that has most.
+ALONE, SCATTERED, BUSY = 3.0, 1.3, 0.5
+AGAIN, MERGE, FOLD = 3e-6, 1.8e-6, 0.09e-6
+
 #: Query-head rows of a tile of the wide kernel, and its CTAs per multiprocessor.
 WIDE_ROWS, WIDE_CTAS = 64, 2
+
+
+#: Leaves of the decode kernel's rows, by head_dim and bytes of a cache's element, where they were measured against DECODE_RULER
+#: (performance.md, E11): a row that has the machine to itself is as slow as its longest leaf.
+LEAVES = {
+    (128, 2): Ruler(steps=((8, 128), (12, 256), (24, 512), (48, 1024)), tail=2048),
+    (128, 1): Ruler(steps=((16, 256), (24, 512), (48, 1024)), tail=2048),
+}
+
+
+def decode_ruler(spec: AttentionSpec) -> Ruler:
+    """Leaves of decode rows: a matter of the spec alone, for they decide bits."""
+    known = LEAVES if decode_blocks(spec) else {}
+    return known.get((spec.head_dim, as_dtype(spec.kv_dtype).itemsize), DECODE_RULER)
 
 
 def takes_wide(spec: AttentionSpec) -> bool:
@@ -230,6 +249,20 @@ def _beside_decode(team: Team, spec: AttentionSpec, config: HopperConfig, key_by
     return replace(team, unit=multiply / (key_bytes * DECODE_GROUPS / BYTES), overlap=0.45)
 
 
+def _sharing(spec: AttentionSpec, key_bytes: int, unit: float) -> Sharing:
+    """Of the decode kernel's workers; ``unit``: seconds of a unit of costs."""
+    return Sharing(
+        workers=decode_groups(spec),
+        alone=max(1.0, ALONE * key_bytes / 512),
+        scattered=max(1.0, SCATTERED * key_bytes / 512),
+        run=16,
+        busy=BUSY,
+        again=AGAIN / unit,
+        merge=MERGE / unit,
+        fold=FOLD / unit,
+    )
+
+
 def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, hopper: bool = False) -> Traits:
     """What the planner needs to know of the kernels on a device with this many multiprocessors.
 
@@ -249,7 +282,7 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
     else:
         long = (wide.kv_tile, wide.rows) if wide is not None else (config.kv_tile, many)
         classes = (
-            klass("decode", DECODE_ROWS, DECODE_RULER, config.kv_tile, many),
+            klass("decode", DECODE_ROWS, decode_ruler(spec), config.kv_tile, many),
             klass("append", 2048, APPEND_RULER, *long),
             klass("prefill", None, ONE_LEAF, *long),
         )
@@ -268,6 +301,8 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         fixed = PASS_TILES * wide.kv_tile
         team = Team(name=HOPPER, first_class=1, num_workers=multiprocessors, fixed=fixed, section=section)
         teams.append(_beside_decode(team, spec, wide, key_bytes) if config.q_blocks else team)
+    # Seconds that a key costs a worker while all others read as well.
+    unit = key_bytes * multiprocessors * DECODE_GROUPS / BYTES
     return Traits(
         name=f"cuda-sm{multiprocessors}",
         num_workers=multiprocessors * (decode_groups(spec) if config.q_blocks else config.ctas_per_sm),
@@ -278,9 +313,8 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         fixed=64.0,
         teams=tuple(teams),
         # Sharing is weighed where it was measured (performance.md, E8).
-        launch=LAUNCH * BYTES / (key_bytes * multiprocessors * DECODE_GROUPS)
-        if hopper and config.q_blocks
-        else 0.0,
+        launch=LAUNCH / unit if hopper and config.q_blocks else 0.0,
         state=8.0 * (spec.head_dim_vo + 2) / key_bytes,
         repeated=0.4,
+        sharing=_sharing(spec, key_bytes, unit) if config.q_blocks else None,
     )

@@ -30,6 +30,7 @@ class LongestFirst {
     int32_t* worker_at = workers_.need(n);
     int32_t leaves = 1;
     while (leaves < workers) leaves *= 2;
+    leaves_ = leaves;
     int64_t* load = load_.need(size_t(leaves) * 2);
     int32_t* who = who_.need(size_t(leaves) * 2);
     const size_t ahead = positive ? std::min(n, size_t(workers)) : 0;
@@ -72,6 +73,11 @@ class LongestFirst {
     return load_of(makespan);
   }
 
+  // What a worker has, after assign(costs, ..., n, ...).
+  double load(const double* costs, size_t n, int32_t worker) const {
+    if (!one_each_) return load_of(load_.get()[size_t(leaves_) + size_t(worker)]);
+    return size_t(worker) < n ? costs[ids_.get()[worker]] : 0.0;
+  }
   bool one_each() const { return one_each_; }                  // worker_of() is 0, 1, 2, ... and not written
   const int32_t* order() const { return ids_.get(); }          // [n] items, longest first
   const int32_t* worker_of() const { return workers_.get(); }  // [n] worker of order()[i]
@@ -144,5 +150,6 @@ class LongestFirst {
   Buffer<uint64_t> keys_, keys2_;
   Buffer<int32_t> ids_, ids2_, starts_, workers_, who_;
   Buffer<int64_t> load_;
+  int32_t leaves_ = 1;
   bool one_each_ = false;
 };

@@ -51,6 +51,9 @@ class Planner {
   int64_t place(std::vector<Run>& out, const Tile& tile, int32_t slot) const;
   double unit_cost(const Crew& crew, const Tile& tile, const Run& run) const;
   void assign_lpt(const Crew& crew, Candidate& c);
+  double time_of(const Crew& crew, const Candidate& c, double makespan);
+  double cost_of_cuts(const Crew& crew, const Candidate& c) const;
+  double alone(const Crew& crew) const { return pr->scattered ? crew.traits->scattered : crew.traits->alone; }
   void assign_to(const Crew& crew, Candidate& c, bool by_request);
   void deal(const Crew& crew, Candidate& c, const int32_t* in_order, const int32_t* worker_at);
   void merges();
@@ -92,7 +95,7 @@ class Planner {
   Crew crews[3];
   int64_t slots = 0;  // partial slots used
   std::vector<int32_t> count, first;
-  std::vector<double> run_costs;
+  std::vector<double> run_costs, load_of;  // of a tile's runs; of multiprocessors
   LongestFirst longest_first;
   Buffer<int32_t> worker_of, section_of;
   std::vector<int32_t> at_worker;
@@ -343,12 +346,15 @@ void Planner::weigh(const Crew& crew, Candidate& c, int32_t heads, double limit)
   cut(crew, c, heads, limit);
   c.heads = heads;
   size_t n = 0;
+  int64_t most = 0;
   double total = 0.0, longest = 0.0;
   for (size_t i = crew.begin; i < crew.end; ++i) {
     const Tile& t = tiles[i];
     const int32_t step = std::min(heads, t.heads()), ranges = t.heads() / step;
     run_costs.clear();  // the same for all heads
+    int64_t states = 0;
     each_run(crew, c, i, [&](const Run& run, int32_t) {
+      if (run.slot != kDirect) states += run.fold ? 1 : run.leaf_end - run.leaf_begin;
       const double cost = step * (c.cuts ? unit_cost(crew, t, run) : t.cost);
       run_costs.push_back(cost);
       longest = std::max(longest, cost);
@@ -356,8 +362,10 @@ void Planner::weigh(const Crew& crew, Candidate& c, int32_t heads, double limit)
     for (int32_t range = 0; range < ranges; ++range)
       for (const double cost : run_costs) total += cost;
     n += run_costs.size() * size_t(ranges);
+    most = std::max(most, states);
   }
   c.count = n;
+  c.states = most;
   c.longest = longest;
   c.mean = total / crew.workers;
 }
@@ -393,12 +401,33 @@ void Planner::assign_lpt(const Crew& crew, Candidate& c) {
       sections[i] = int32_t((t.before + item.head * t.list_keys) / crew.traits->section);
     }
   }
-  c.makespan = longest_first.assign(c.costs.get(), sections, c.count, crew.workers);
+  c.time = time_of(crew, c, longest_first.assign(c.costs.get(), sections, c.count, crew.workers));
   if (!longest_first.one_each()) return deal(crew, c, longest_first.order(), longest_first.worker_of());
   c.worker_indptr.resize(size_t(crew.traits->num_workers) + 1);
   int32_t next = 0;
   for (int32_t& at : c.worker_indptr) at = next, next += next < int32_t(c.count);
   std::copy(longest_first.order(), longest_first.order() + c.count, c.order.need(c.count));
+}
+
+// The busiest worker's; where workers share multiprocessors, as Sharing says.
+double Planner::time_of(const Crew& crew, const Candidate& c, double makespan) {
+  const int32_t share = crew.traits->share, workers = crew.workers;
+  if (!share) return makespan;
+  const int32_t together = (workers + share - 1) / share;
+  load_of.assign(size_t(together), 0.0);
+  for (int32_t first = 0; first < workers; first += together)
+    for (int32_t m = 0; m < together && first + m < workers; ++m)
+      load_of[size_t(m)] += longest_first.load(c.costs.get(), c.count, first + m);
+  const double busiest = *std::max_element(load_of.begin(), load_of.end());
+  return std::max(c.mean + crew.traits->busy * (busiest / share - c.mean), makespan / alone(crew));
+}
+
+// Of merges, and of second items.
+double Planner::cost_of_cuts(const Crew& crew, const Candidate& c) const {
+  const attnrt_crew& t = *crew.traits;
+  if (!t.share) return c.cuts ? t.fixed * pr->num_kv_heads : 0.0;
+  const double merge = c.cuts ? t.merge + t.fold * double(c.states) : 0.0;
+  return merge + (int64_t(c.count) > crew.workers ? t.again : 0.0);
 }
 
 // Items to their workers' ranges, in the order given (null: by id); worker_at says whose each is.
@@ -426,7 +455,7 @@ void Planner::assign_to(const Crew& crew, Candidate& c, bool by_request) {
     worker_at[i] = int32_t((by_request ? int64_t(pr->part[t.part].request[t.q_begin]) : int64_t(i)) % workers);
   }
   deal(crew, c, nullptr, worker_at);
-  c.makespan = 0.0;  // one candidate only: nobody asks
+  c.time = 0.0;  // one candidate only: nobody asks
 }
 
 // 5. Fewer and fewer heads per item, then shorter runs; keep the best.
@@ -545,13 +574,15 @@ void Planner::best_candidate(Crew& crew) {
     else
       assign_to(crew, c, pr->mode == 2);
     keep_if_better(crew, c);
-    if (!c.cuts && c.makespan <= kGoodBalance * c.mean) break;
+    if (!c.cuts && c.time <= kGoodBalance * c.mean) break;
     if (int64_t(c.count) >= kManyItems * workers) break;
   }
+  if (!lpt) return;
   size_t count = crew.best->count;
+  const size_t first_count = count;
   for (const double finer : {2.0, 4.0, 8.0}) {
     const bool many = int64_t(count) >= 4 * kManyItems * workers;
-    if (!lpt || crew.best->makespan <= kBadBalance * crew.best->mean || many) break;
+    if (crew.best->time <= kBadBalance * crew.best->mean || many) break;
     Candidate& c = *crew.next;
     weigh(crew, c, width, limit / finer);
     if (c.count <= count) continue;
@@ -560,13 +591,24 @@ void Planner::best_candidate(Crew& crew) {
     assign_lpt(crew, c);
     keep_if_better(crew, c);
   }
+  if (!crew.traits->share || !crew.best->cuts) return;
+  count = first_count;
+  for (const double longer : {2.0, 4.0}) {
+    Candidate& c = *crew.next;
+    weigh(crew, c, width, limit * longer);
+    if (c.count >= count) continue;
+    count = c.count;
+    const double least = std::max(c.mean, c.longest / alone(crew)) + cost_of_cuts(crew, c);
+    if (least >= crew.best->time + cost_of_cuts(crew, *crew.best)) continue;
+    list_items(crew, c);
+    assign_lpt(crew, c);
+    keep_if_better(crew, c);
+  }
 }
 
 // Keep `next` as the best, and write the coming candidate over the one that lost.
 void Planner::keep_if_better(Crew& crew, Candidate& c) {
-  const auto score = [&](const Candidate& one) {
-    return one.makespan + (one.cuts ? crew.traits->fixed * pr->num_kv_heads : 0.0);
-  };
+  const auto score = [&](const Candidate& one) { return one.time + cost_of_cuts(crew, one); };
   if (crew.best && !(score(c) < score(*crew.best))) return;
   crew.best = &c;
   crew.next = crew.best == &crew.pool[0] ? &crew.pool[1] : &crew.pool[0];

@@ -3,7 +3,7 @@
 // formats/base.py.
 
 // Raised with every change below, so that Python notices a library built before it.
-enum { ATTNRT_PLANNER_ABI = 6 };
+enum { ATTNRT_PLANNER_ABI = 7 };
 
 // One part of the index.
 typedef struct {
@@ -51,8 +51,10 @@ typedef struct {
 typedef struct {
   double alpha, beta, beta_rows, fixed;
   double unit, overlap;
+  double alone, scattered, busy, again, merge, fold;
   int64_t section;  // keys times KV heads of a section, 0: none
   int32_t num_workers;
+  int32_t share;              // workers of a multiprocessor, 0: they share nothing
   int32_t first_class, rows;  // it takes tiles of classes from here on with more query-head rows than so many
 } attnrt_crew;
 
@@ -75,6 +77,7 @@ typedef struct {
   int32_t mode;      // 0 lpt, 1 round robin, 2 one worker per request
   int32_t pairwise;
   int32_t bound_kv_lens;
+  int32_t scattered;       // blocks are no multiples of the run that workers read fastest
   const int32_t* qo_lens;  // [num_requests]
   const int32_t* kv_lens;  // [num_requests]
   int64_t left, right;     // a query at p sees keys p - left .. p + right

@@ -58,7 +58,8 @@ struct Candidate {
   int32_t heads = 1;  // KV heads of an item
   int64_t slots = 0;
   int64_t cuts = 0;
-  double makespan = 0.0, mean = 0.0, longest = 0.0;
+  int64_t states = 0;  // of the row with most
+  double time = 0.0, mean = 0.0, longest = 0.0;
 };
 
 // Workers that share a kernel: tiles begin .. end are theirs, and partial slots from first_slot on.

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from attnrt.backends.cuda import pack
+import attnrt as at
+from attnrt.backends.cuda import pack, tables
 from attnrt.backends.cuda.render import flatten
 
 STRUCTS = {
@@ -117,3 +118,27 @@ def test_division(divisor):
     quotient = (numbers * mul >> 32) >> shift if mul else numbers >> shift
     np.testing.assert_array_equal(quotient, numbers // d)
     assert mul < 1 << 32 and d == divisor
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_positions_that_no_kernel_reads_are_not_packed(asked):
+    """Lists of blocks anywhere count as lists that run on, and first lines bring their block ids."""
+    pages = np.arange(2 * 8, dtype=np.int32).reshape(1, 2, 8)
+    kv_pos = (8 * np.arange(16, dtype=np.int32)).reshape(1, 2, 8) * 16
+    index = at.formats.pages_per_head([0, 1], pages, np.full((1, 2), 8, np.int32), [4096], 16, kv_pos=kv_pos)
+    spec = at.AttentionSpec(
+        num_qo_heads=2,
+        num_kv_heads=2,
+        head_dim=128,
+        q_dtype="bfloat16",
+        variant=at.variants.sliding_window(5000) if asked else at.variants.full(),
+    )
+    plan = at.make_plan(spec, index, tables.traits_for(spec, 132, "batch", True))
+    assert pack.reads_positions(plan) == asked and plan.index.block_pos is not None
+    packed, _held = pack._first_parts(plan.parts, pack.reads_positions(plan))
+    assert packed[0].positions == asked and packed[0].indices[0] == 0
+    view = SimpleNamespace(ptr=4096)
+    part = SimpleNamespace(**dict.fromkeys(pack.PART_POINTERS, view), block_size=16, heads=2)
+    part.request = SimpleNamespace(ptr=4096, shape=(1,))
+    record = np.frombuffer(pack.pack_parts((part,), asked), pack.PART)[0]
+    assert (record["block_pos"] == 4096) == asked and record["indices"] == 4096

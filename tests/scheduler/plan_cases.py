@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from attnrt.formats.base import BlockSparse, Composite, Features, Requests
-from attnrt.scheduler.base import NumericClass, Ruler, Team, Traits
+from attnrt.scheduler.base import NumericClass, Ruler, Sharing, Team, Traits
 from attnrt.scheduler.plan import make_plan
 
 
@@ -148,6 +148,15 @@ def cut_levels(flat, groups, ends):
     return Composite(parts=tuple(parts), features=Features(num_parts=len(parts)))
 
 
+#: Workers that share nothing, that have hardly more alone, and such as a GPU's.
+SHARINGS = (
+    None,
+    Sharing(workers=2, alone=1.5, scattered=1.0, run=4, busy=1.0),
+    Sharing(workers=3, alone=2.7, scattered=1.1, run=16, busy=0.3, again=3.7, merge=1.0, fold=0.3),
+    Sharing(workers=4, alone=4.0, scattered=4.0, run=1, busy=0.5, again=48.0, merge=9.7, fold=2.9),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A drawn batch, flat and (if it shares) as a composite, with a spec and all that the planner may not let matter."""
@@ -161,6 +170,7 @@ class Case:
     pad: int
     team: tuple | None
     wide: int | None
+    sharing: Sharing | None
 
     @property
     def index(self):
@@ -173,7 +183,12 @@ class Case:
         return make_plan(
             self.spec,
             self.index if index is None else index,
-            traits(self.workers, team=self.team, wide=self.wide),
+            traits(
+                self.workers,
+                team=self.team,
+                wide=self.wide,
+                sharing=self.sharing,
+            ),
             **{**values, **more},
         )
 
@@ -206,6 +221,7 @@ def cases(draw, heads=(1, 2), share=(False, True)):
         pad=draw(st.integers(0, 2)),
         team=draw(st.sampled_from([None, (1, 0), (1, 300), (2, 64), (2, 1), (1, 0, 0.5), (1, 64, 0.25)])),
         wide=draw(st.sampled_from([None, 0, 2, 5])),
+        sharing=draw(st.sampled_from(SHARINGS)),
     )
 
 

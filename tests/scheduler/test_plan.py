@@ -293,3 +293,25 @@ def test_a_team_leaves_workers_to_the_others():
             False
         ] * (end - first - used[-1])
     assert used[0] == end - first >= used[1] > used[2] > used[3] == 0
+
+
+@pytest.mark.parametrize(
+    ("sharing", "items"),
+    [
+        (None, 24),
+        (plan_cases.Sharing(workers=4, alone=2.0, scattered=1.0, run=4, busy=0.5, merge=1.0), 12),
+        (plan_cases.Sharing(workers=4, alone=1.0, scattered=1.0, run=4, busy=0.5, merge=1.0), 24),
+        (plan_cases.Sharing(workers=4, alone=4.0, scattered=1.0, run=16, busy=0.5, merge=1.0), 24),
+        (plan_cases.Sharing(workers=4, alone=4.0, scattered=1.0, run=4, busy=0.5, merge=500.0), 6),
+    ],
+)
+def test_workers_that_share_a_multiprocessor(sharing, items):
+    """Fewer and longer items where a worker alone is as fast as several, but not over scattered blocks; none where merges cost
+    more than they bring."""
+    spec, index = plan_cases.spec(2, 2), plan_cases.paged([1] * 3, [128] * 3)
+    traits = plan_cases.traits(24, leaf=32, fixed=16.0, sharing=sharing)
+    plan = make_plan(
+        spec, index, replace(traits, classes=(replace(traits.classes[0], ruler=at.scheduler.Ruler(tail=32)),))
+    )
+    verify_plan(plan)
+    assert len(plan.work) == items

@@ -59,8 +59,8 @@ def test_cuts_lie_at_leaf_boundaries(suffix):
     index = at.formats.share(shared(prefixes, suffix))
     assert len(index.parts) == 2
     parts = recut(index, t, GROUP)
-    assert sorted(parts[0].kv_end.tolist()) == [768, 1024, 3584, 4608]
-    assert parts[1].kv_begin.tolist() == np.repeat([768, 1024, 4608, 3584], 3).tolist()
+    assert sorted(parts[0].kv_end.tolist()) == [896, 1024, 3840, 4608]
+    assert parts[1].kv_begin.tolist() == np.repeat([896, 1024, 4608, 3840], 3).tolist()
     assert recut(index, t, GROUP) is parts
     plan = at.make_plan(s, index, t)
     verify_plan(plan)
@@ -73,7 +73,7 @@ def test_cuts_lie_at_leaf_boundaries(suffix):
 
 def test_a_prefix_shorter_than_a_leaf_is_not_shared():
     s, t = spec(), traits()
-    index = at.formats.share(shared([250], 30))
+    index = at.formats.share(shared([120], 30))
     plan = at.make_plan(s, index, t)
     verify_plan(plan)
     (part,) = columns(plan, "part")
