@@ -308,8 +308,8 @@ CUDA_MUTANTS = (
     Mutant(
         name="a run of keys ends one key late (Hopper)",
         file=KERNELS + "hopper_masks.cuh",
-        old="end == 0 ? key < bound : key >= bound",
-        new="end == 0 ? key <= bound : key >= bound",
+        old="end == 0 ? key < at : key >= at",
+        new="end == 0 ? key <= at : key >= at",
         test=EMULATED_HOPPER + " -k 'boxes_and_keys and 16'",
     ),
     Mutant(

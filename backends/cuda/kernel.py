@@ -34,7 +34,6 @@ from attnrt.backends.cuda.select import (
     limits_team,
     merge_counters,
     plan_decodes,
-    plan_folds,
 )
 from attnrt.backends.cuda.tables import DECODE_GROUPS
 from attnrt.backends.cuda.tables import HOPPER as TEAM
@@ -176,7 +175,10 @@ class Repeat:
         self._choose()
 
     def _new_maps(self, names: tuple[str, ...]) -> None:
-        kernel, wanted = self._kernel, (self._box, WIDE in names)
+        # A captured graph keeps the maps of the plan at hand: the wide kernel does without where that has no items of its own.
+        kernel = self._kernel
+        wide = WIDE in names and (self._box == boxes.NO_BOXES or pack.has_items(self._loaded.plan, CREW))
+        wanted = self._box, wide
         if wanted == self._mapped:
             return
         self._mapped = wanted
@@ -268,7 +270,7 @@ class CudaKernel:
         names: list[str] = []
         if pack.has_items(plan, TEAM):
             plain, folding = _BY_KEY if self._by_key(plan, box) else _BY_BOXES
-            names.append(folding if plan_folds(plan) else plain)
+            names.append(folding if pack.plan_folds(plan) else plain)
         if pack.has_items(plan, CREW):
             names.append(self.wide)
         if pack.has_items(plan, None):
@@ -289,9 +291,14 @@ class CudaKernel:
             # those of the decode kernel make room for them.
             names.reverse()
         if team:
-            # No launch of the Hopper kernel starts while one before it runs: the form that is seldom meant goes last.
-            names = [*names, HOPPER_GATHER_FOLD]
-            names = [names[-1], *names[:-1]] if box == boxes.NO_BOXES else [HOPPER_BOXES_FOLD, *names]
+            # No launch of the Hopper kernel starts while one before it runs: forms that are seldom meant go last. The form
+            # that folds could do all, but takes 3 to 10 % longer (performance.md, Form 6).
+            by_key = [HOPPER_GATHER_FOLD, *names]
+            names = (
+                by_key
+                if box == boxes.NO_BOXES
+                else [HOPPER_BOXES, *names, HOPPER_GATHER_FOLD, HOPPER_BOXES_FOLD]
+            )
         return (DECODE,) if names == [DECODE] else (*names, MERGE)
 
     def counters(self, plan: Plan, limits: Limits | None) -> int:
@@ -332,8 +339,9 @@ class CudaKernel:
             return self.merge_grid, min(self.merge_grid, -(-rows // MERGE_WARPS))
         if name in HOPPER:
             workers = self._workers(plan, TEAM)
-            mine = (name in _BY_KEY) == self._by_key(plan, box)
-            return workers, workers if mine and pack.has_items(plan, TEAM) else 0
+            mine = (name in _BY_KEY) == self._by_key(plan, box) and pack.has_items(plan, TEAM)
+            mine = mine and (name in _BY_KEY or (name == HOPPER_BOXES_FOLD) == pack.plan_folds(plan))
+            return workers, workers if mine else 0
         crew = CREW if name == self.wide and self._workers(plan, CREW) else None
         workers = self._workers(plan, crew)
         if name == DECODE:

@@ -16,6 +16,7 @@ from attnrt.backends.cuda import boxes, driver
 from attnrt.backends.cuda.fastdiv import fast_div
 from attnrt.backends.cuda.tables import HOPPER, WIDE
 from attnrt.errors import LimitError, UnsupportedError
+from attnrt.scheduler.base import WORK_FIELDS
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Call, Loaded, PagedView, PartViews
@@ -41,6 +42,7 @@ __all__ = [
     "pack_rulers",
     "paged",
     "paged_bytes",
+    "plan_folds",
     "plan_place",
     "reads_positions",
     "run_offsets",
@@ -103,6 +105,7 @@ HEADER = np.dtype(
     + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers")]
     + [(name, "<i4") for name in ("box_log2", "page_box_log2", "solid")]
     + [("num_items", "<i4"), ("wide_workers", "<i4"), ("firsts", "<i4"), ("wide_items", "<i4")]
+    + [("folds", "<i4"), ("pad", "<i4")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
 #: Where each worker's FirstItem lies, from the header's start, and its size.
@@ -147,7 +150,7 @@ def layout_asserts() -> str:
 # The dtypes above say what lies where; packing goes through struct, which is an order of magnitude faster than records.
 _PAGED = struct.Struct("<QqqqqIIIi")
 _PART = struct.Struct(f"<{len(PART_POINTERS)}QIIIiii")
-_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q12i")
+_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q14i")
 _RULER = struct.Struct(f"<{2 * MAX_STEPS + 1}i")
 _RUN = struct.Struct("<QIIQqqQqqqqIIIiQqqqqIIIiQqqQqqfiii")
 assert (_PAGED.size, _PART.size, _RULER.size, _RUN.size) == tuple(
@@ -303,6 +306,8 @@ def fill_header(
         wide[1] - wide[0],
         fill_first(plan, target),
         end - first,
+        works and plan_folds(plan),
+        0,
     )
     _COUNTS.pack_into(buffer, 0, *loaded.addresses, loaded.counters[0], *counts)
     buffer[AT_PARTS : AT_PARTS + len(parts)] = parts
@@ -313,6 +318,13 @@ def items_of(plan: Plan, crew: str | None) -> tuple[int, int]:
     first, end = plan.traits.workers_of(crew)
     indptr = plan.work.worker_indptr
     return int(indptr[first]), int(indptr[end])
+
+
+def plan_folds(plan: Plan) -> bool:
+    """Whether an item of the Hopper kernel folds several leaves into one state."""
+    theirs = plan.work.items[slice(*items_of(plan, HOPPER))]
+    begin, end, fold = (WORK_FIELDS.index(name) for name in ("leaf_begin", "leaf_end", "fold"))
+    return bool(((theirs[:, end] - theirs[:, begin] > 1) & (theirs[:, fold] == 1)).any())
 
 
 def has_items(plan: Plan, crew: str | None) -> bool:

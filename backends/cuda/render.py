@@ -198,8 +198,11 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
 
 
 def _hopper_text(name: str) -> str:
-    # Both forms may be launched one after the other: the plan at hand and the maps say which of them it is that runs.
+    # Forms may be launched one after the other: the plan at hand and the maps say which of them it is that runs.
     boxes = name in (HOPPER_BOXES, HOPPER_BOXES_FOLD)
+    mine = f"attnrt::reads_boxes(launch.run, launch.maps) == {'true' if boxes else 'false'}"
+    if boxes:
+        mine += f" && launch.run.plan->folds == {int(name == HOPPER_BOXES_FOLD)}"
     return f"""
 static_assert(sizeof(attnrt::KvMaps) == {MAPS_BYTES});
 extern "C" __device__ const int {HOPPER_SMEM} = {_HOPPER_BYTES};
@@ -209,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(attnrt::HopperLayout<attnrt::Config
   extern __shared__ __align__(1024) char smem[];
   attnrt::prefetch_plan(launch.run, gridDim.x);
   attnrt::begin_run(launch.run);
-  if (attnrt::reads_boxes(launch.run, launch.maps) == {"true" if boxes else "false"}) {{
+  if ({mine}) {{
     typedef attnrt::HopperLoader<attnrt::Config, attnrt::Variant, attnrt::Loading::{"boxes" if boxes else "gather"}> Loader;
     attnrt::hopper_attend<attnrt::Config, attnrt::Variant, Loader>(launch.run, launch.params, launch.maps, smem);
   }}

@@ -12,9 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnrt.backends.cuda.pack import items_of
-from attnrt.backends.cuda.tables import DECODE_ROWS, HOPPER, WIDE, decode_blocks
-from attnrt.scheduler.base import WORK_FIELDS
+from attnrt.backends.cuda.tables import DECODE_ROWS, WIDE, decode_blocks
 
 if TYPE_CHECKING:
     from attnrt.layout import Limits
@@ -27,7 +25,6 @@ __all__ = [
     "limits_team",
     "merge_counters",
     "plan_decodes",
-    "plan_folds",
     "within",
 ]
 
@@ -52,13 +49,6 @@ def _queries_of(spec: AttentionSpec) -> int:
 def plan_decodes(plan: Plan) -> bool:
     """Whether the items of no team are the decode kernel's; the tile kernel has them where that does not take the spec."""
     return _queries_of(plan.spec) > 0
-
-
-def plan_folds(plan: Plan) -> bool:
-    """Whether an item of the Hopper kernel folds several leaves into one state."""
-    theirs = plan.work.items[slice(*items_of(plan, HOPPER))]
-    begin, end, fold = (WORK_FIELDS.index(name) for name in ("leaf_begin", "leaf_end", "fold"))
-    return bool(((theirs[:, end] - theirs[:, begin] > 1) & (theirs[:, fold] == 1)).any())
 
 
 def limits_decode(spec: AttentionSpec, limits: Limits) -> bool:

@@ -362,13 +362,19 @@ inline u32 ld_shared(u32 a) {
 }
 inline void st_shared16(u32 a, const u32 (&x)[4]) { memcpy(emu::at(a), x, 16); }
 inline void ld_shared16(u32 (&x)[4], u32 a) { memcpy(x, emu::at(a), 16); }
+inline void st_matrices(u32 a, u32 x0, u32 x1, u32 x2, u32 x3) {
+  const u32 x[4] = {x0, x1, x2, x3}, lane = emu::self->tid % 32;
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 row = __shfl_sync(0xffffffffu, a, 8 * i + lane / 4);
+    memcpy(emu::at(row + lane % 4 * 4), &x[i], 4);
+  }
+}
 inline void st_shared8(u32 a, const u32 (&x)[2]) { memcpy(emu::at(a), x, 8); }
 inline void ld_shared8(u32 (&x)[2], u32 a) { memcpy(x, emu::at(a), 8); }
 inline void forget() {}
 inline void computed(float, u32) {}
 inline void loaded(int) {}
 inline const char* opaque(const char* p) { return p; }
-inline void in_memory(float*) {}
 template <int N>
 inline void fresh(float (&)[N]) {}
 inline void nap(u32) {}

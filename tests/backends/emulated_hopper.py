@@ -54,7 +54,7 @@ extern "C" int emulate_wide(const void* args, unsigned seed) {
 """
 
 
-def hopper_text(spec: Any, kernel: str = render.HOPPER_BOXES_FOLD) -> str:
+def hopper_text(spec: Any, kernel: str) -> str:
     """The rendered text of a spec's Hopper or wide kernel for g++, without its entry point."""
     text = render.render(spec, kernel)
     for name in ("ptx.cuh", "kernels/hopper_ptx.cuh"):
@@ -84,7 +84,7 @@ class HopperKernel(EmulatedKernel):
 
     def __init__(self, spec: Any, backend: EmulatedHopper) -> None:
         super().__init__(spec, backend)
-        self.hopper = functools.cache(lambda: build(hopper_text(spec), FLAGS))
+        self.hopper = functools.cache(lambda form: build(hopper_text(spec, form), FLAGS))
         self.wide = functools.cache(lambda: build(hopper_text(spec, render.WIDE), FLAGS))
 
     def launch_many(self, call: Any) -> None:
@@ -121,7 +121,8 @@ class HopperKernel(EmulatedKernel):
         box = boxes.box_of(plan, call, self.spec) if self.backend.boxes else boxes.NO_BOXES
         memory, at = self._with_maps(call, box)
         by_boxes = ctypes.c_int()
-        done = self.hopper().emulate_hopper(at, self.backend.seed, ctypes.byref(by_boxes))
+        form = render.HOPPER_BOXES_FOLD if pack.plan_folds(plan) else render.HOPPER_BOXES
+        done = self.hopper(form).emulate_hopper(at, self.backend.seed, ctypes.byref(by_boxes))
         assert done, "the threads of a CTA wait for each other in vain"
         del memory
         self.backend.seen.append(bool(by_boxes.value))

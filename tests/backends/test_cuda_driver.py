@@ -85,9 +85,9 @@ for index, count in ((decode, 1), (cut, 1), (mixed, 2), (decode, 2), (cut, 2)):
     assert asked == order[:count]
 new().prepare(cut)
 assert asked == ["attnrt_decode"]
-hopper = ["attnrt_hopper_boxes_fold", "attnrt_hopper_gather_fold"]
+hopper = ["attnrt_hopper_boxes", "attnrt_hopper_gather_fold", "attnrt_hopper_boxes_fold"]
 for limits, kernels in (
-    (at.Limits(8, 32, 256), [hopper[0], "attnrt_wide", "attnrt_decode", hopper[1], "attnrt_merge"]),
+    (at.Limits(8, 32, 256), [hopper[0], "attnrt_wide", "attnrt_decode", *hopper[1:], "attnrt_merge"]),
     (at.Limits(8, 32, 256, max_qo_len=3), ["attnrt_wide", "attnrt_decode", "attnrt_merge"]),
     (at.Limits(8, 32, 256, max_qo_len=3, max_parts=2), ["attnrt_decode", "attnrt_wide", "attnrt_merge"]),
     (at.Limits(8, 32, 256, max_qo_len=2), ["attnrt_decode"]),
@@ -106,7 +106,7 @@ held = sum(isinstance(x, DriverModule) for x in gc.get_objects())
 at.warmup([s], backend=cuda)
 gc.collect()  # a shared library that nobody holds is closed, with its kernels
 assert sum(isinstance(x, DriverModule) for x in gc.get_objects()) == held + 8
-hopper = sorted([*hopper, "attnrt_hopper_boxes", "attnrt_hopper_gather"])
+hopper = sorted([*hopper, "attnrt_hopper_gather"])
 assert sorted(asked) == ["attnrt_attend", "attnrt_decode", *hopper, "attnrt_merge", "attnrt_wide"]
 """)
 
@@ -203,8 +203,8 @@ for again in range(2):
     attn.run(q, kv, out=out, lse=lse, stream=9)
     lines = trace()  # everything that a later plan may need, and nothing that allocates, waits or copies
     assert [line.split()[2:] for line in lines] == [
-        ["attnrt_hopper_boxes_fold", "132"], ["attnrt_wide", "264"], ["attnrt_decode", "264"],
-        ["attnrt_hopper_gather_fold", "132"], ["attnrt_merge", "528"]
+        ["attnrt_hopper_boxes", "132"], ["attnrt_wide", "264"], ["attnrt_decode", "264"],
+        ["attnrt_hopper_gather_fold", "132"], ["attnrt_hopper_boxes_fold", "132"], ["attnrt_merge", "528"]
     ], lines
 with pytest.raises(at.CaptureError):
     attn.append(k, k, kv, slots=[1, 2, 3, 4], stream=9)
@@ -384,7 +384,7 @@ attn.run(q, kv, out=out, alibi_slopes=slopes)
 trace()
 driver.fake_capture(ctypes.c_void_p(9), 1)
 attn.run(q, kv, out=out, alibi_slopes=slopes.copy(), stream=9)
-assert kinds() == ["launch"] * 5
+assert kinds() == ["launch"] * 6
 for again in range(2):
     with pytest.raises(at.CaptureError, match="alibi_slopes must be on the device"):
         attn.run(q, kv, out=out, alibi_slopes=slopes * 2, stream=9)

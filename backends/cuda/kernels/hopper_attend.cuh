@@ -47,7 +47,6 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     if (!open_pass(0)) return;
     float s[kS], o[kO], m[2] = {neg_inf(), neg_inf()}, l[2] = {0.0f, 0.0f}, top[2] = {0.0f, 0.0f}, shrink[2];
     alignas(16) float total[Config::folds ? kO + 4 : 4];  // only items of several leaves touch it
-    if constexpr (Config::folds) ptx::in_memory(total);
     unsigned w[kS / 2];
     Row rows[2];
     View view;
@@ -88,7 +87,10 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       // At the very end this multiplies what is left in the buffers and nobody looks: a branch here would make ptxas
       // serialise (C7515).
       multiply_scores(s, pass_ & (L::kBuffersQ - 1), tile_ + 1);
-      // Under the first product, because issuing the second waits for it anyway.
+      if (tile_ >= 0) wait_v(tile_);
+      multiply_values(o, w, tile_ & 1, add);
+      turn_end();
+      ATTNRT_TRACE(group_, tile_, 3);
       Closing closing;
       if (closes) {
         closing.fate = Fate::nothing;
@@ -100,10 +102,6 @@ class HopperConsumer : public HopperResults<Config, Variant> {
         if (ends && more) load_rows(rows);
       }
       if (more) look(view, rows, tile_ + 1, offset);  // tables of a pass that does not exist lead anywhere
-      if (tile_ >= 0) wait_v(tile_);
-      multiply_values(o, w, tile_ & 1, add);
-      turn_end();
-      ATTNRT_TRACE(group_, tile_, 3);
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(s);
       ATTNRT_TRACE(group_, tile_, 4);
@@ -126,7 +124,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
         rescale(o, shrink);
         continue;
       }
-      results(closing, pass, leaf, o, total);
+      results(closing, pass, leaf, ends, o, total);
       if (Config::folds && ends && pass >= 0) release(meta_.table_empty[L::table(pass)]);
       leaf = ends ? 0 : leaf + 1;
       if (!more) break;

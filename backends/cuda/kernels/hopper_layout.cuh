@@ -95,6 +95,8 @@ struct HopperLayout {
   static constexpr bool kWorkedOut = kOffsetMeta <= 193 * 1024;
   // Rows of a tile whose places the gather deals out at a time: all of them, where their table fits.
   static constexpr int kDealt = kTurns && !kWorkedOut ? 32 : kTile;
+  // Finished rows of 16 bits go through shared memory, 1 KB for each consumer warp, where it fits.
+  static constexpr bool kStaged = !kTurns && kBytes<Config::out_type> == 2;
   __device__ __forceinline__ static int table(int pass) { return pass & (kTables - 1); }
 };
 
@@ -150,15 +152,14 @@ struct HopperMeta {
   int4 row[L::kTables][L::kRows];  // row of q and out (-1: none), position, lowest and highest visible key position
   int2 row_request[L::kTables][L::kRows];               // request; its true length where the host only knew a bound
   int2 seen[L::kTables][L::kWorkedOut ? L::kRows : 2];  // offsets that the row sees where positions run on: [x, y)
-  long long out_at[L::kTables][L::kWorkedOut ? L::kRows : 2];  // elements of the row's place in out and in lse;
-                                                               // kNothing: there is no row
-  long long lse_at[L::kTables][L::kWorkedOut ? L::kRows : 2];
+  long long out_at[L::kTables][L::kWorkedOut ? L::kRows : 2];  // elements of the row's place in out; kNothing: no row
   // By 32 rows, of those that are there: highest lowest visible position, lowest highest one, shortest true length, and
   // the first offset that a mask of some row's own speaks of.
   int4 span[L::kTables][L::kRows / 32];
   long long mask_bit[L::kTables][L::kMaskRows];  // of the key at offset 0, counted from address 0
   int mask_from[L::kTables][L::kMaskRows];
   alignas(16) int unit[2][L::kDealt];  // gather: where the rows of a tile of K and of V lie (copy_tile)
+  alignas(64) char staged[L::kStaged ? 4 * L::kGroups : 1][L::kStaged ? 1024 : 16];
   PassRecord pass[L::kTables];
   PassKeys keys[L::kTables];
   RulerDesc rulers[kMaxClasses];  // the plan's, and the part at hand, of the warp that reads the plan

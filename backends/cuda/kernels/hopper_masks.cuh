@@ -157,13 +157,15 @@ class HopperMasks : public HopperRows<Config, Variant> {
       view.partial |= (__any_sync(0xffffffffu, last < (part + 1) * (L::kTile / 2)) ? 1u : 0u) << part;
       view.partial |= (__any_sync(0xffffffffu, first > part * (L::kTile / 2)) ? 4u : 0u) << part;
     }
+  }
+  __device__ __forceinline__ void mask_run(float (&s)[kS], const View& view, const Row (&rows)[2], int offset) const {
+    int bound[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      view.bits[0][half] = static_cast<unsigned>(rows[half].last - offset - lane_ % 4 * 2);
-      view.bits[1][half] = static_cast<unsigned>(rows[half].first - offset - lane_ % 4 * 2);
+      bound[0][half] = rows[half].last - offset - lane_ % 4 * 2;
+      bound[1][half] = rows[half].first - offset - lane_ % 4 * 2;
     }
-  }
-  __device__ __forceinline__ void mask_run(float (&s)[kS], const View& view) const {
+
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
 #pragma unroll
@@ -171,8 +173,8 @@ class HopperMasks : public HopperRows<Config, Variant> {
         if (!(view.partial >> (part + 2 * end) & 1)) continue;
 #pragma unroll
         for (int i = part * (kS / 2); i < (part + 1) * (kS / 2); ++i) {
-          const int key = i / 4 * 8 + i % 2, bound = static_cast<int>(view.bits[end][i / 2 % 2]);
-          const bool seen = end == 0 ? key < bound : key >= bound;
+          const int key = i / 4 * 8 + i % 2, at = bound[end][i / 2 % 2];
+          const bool seen = end == 0 ? key < at : key >= at;
           s[i] = seen ? s[i] : hidden_score();
         }
       }
@@ -291,9 +293,9 @@ class HopperMasks : public HopperRows<Config, Variant> {
   }
 
   // Two instructions per score, none where all is seen.
-  __device__ __forceinline__ void mask_bits(float (&s)[kS], const View& view) const {
+  __device__ __forceinline__ void mask_bits(float (&s)[kS], const View& view, const Row (&rows)[2], int offset) const {
     if constexpr (kByRuns) {
-      if (runs_) return mask_run(s, view);
+      if (runs_) return mask_run(s, view, rows, offset);
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {

@@ -55,6 +55,14 @@ ATTNRT_DEV void ld_shared16(u32 (&x)[4], u32 addr) {
                : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit numbers from the fragments of a product: lane i brings the address of row i % 8 of
+// matrix i / 8.
+ATTNRT_DEV void st_matrices(u32 addr, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
 // The same for 8 bytes.
 ATTNRT_DEV void st_shared8(u32 addr, const u32 (&x)[2]) {
   asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(addr), "r"(x[0]), "r"(x[1]) : "memory");
@@ -102,9 +110,6 @@ ATTNRT_DEV const char* opaque(const char* p) {
   asm volatile("" : "+l"(p));
   return p;
 }
-
-// Keeps an array out of registers.
-ATTNRT_DEV void in_memory(float* x) { asm volatile("" ::"l"(x) : "memory"); }
 
 // A use that keeps the load of x.
 ATTNRT_DEV void loaded(int x) { asm volatile("" ::"r"(x)); }

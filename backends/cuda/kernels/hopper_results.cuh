@@ -22,8 +22,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     bool folds, first;
     float m[2], l[2];
     FinishRow row[2];
-    long long to[2];   // element of the output row, or row of the partial states; kNothing: none
-    long long lse[2];  // element of lse, or kNothing
+    long long to[2];  // element of the output row, or row of the partial states; kNothing: none
     Ctx ctx[2];
   };
 
@@ -31,12 +30,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   // The quad's sums, the maxima as base-2 logits, the fold onto the leaves before, what divides the rows.
   __device__ __forceinline__ void close_leaf(Closing& closing, int pass, int leaf, bool ends, const float (&m)[2],
                                              const float (&l)[2]) const {
-    const PassRecord& record = meta_.pass[L::table(pass)];
-    const WorkItem& item = record.item;
-    closing.folds = Config::folds && item.fold && item.leaf_end - item.leaf_begin > 1;
-    closing.first = leaf == 0;
-    closing.fate =
-        item.slot < 0 ? (ends ? Fate::rows : Fate::nothing) : (!item.fold || ends ? Fate::state : Fate::nothing);
+    if constexpr (!Config::folds) find_fate(closing, pass, leaf, ends);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float x = l[half];
@@ -50,6 +44,15 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     if constexpr (!Config::folds) find_places(closing, pass, leaf);
   }
 
+  __device__ __forceinline__ void find_fate(Closing& closing, int pass, int leaf, bool ends) const {
+    const PassRecord& record = meta_.pass[L::table(pass)];
+    const WorkItem& item = record.item;
+    closing.folds = Config::folds && item.fold && item.leaf_end - item.leaf_begin > 1;
+    closing.first = leaf == 0;
+    closing.fate =
+        item.slot < 0 ? (ends ? Fate::rows : Fate::nothing) : (!item.fold || ends ? Fate::state : Fate::nothing);
+  }
+
   // Where the leaf's rows go, and what divides them. With folds as late as it can be, so that it waits in no register
   // while the next scores become weights: a spilled register comes back from memory.
   __device__ __forceinline__ void find_places(Closing& closing, int pass, int leaf) const {
@@ -60,7 +63,6 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
       const int r = row_of(half);
       if constexpr (Variant::has_sink || Variant::has_output) closing.ctx[half] = context(pass, r);
       closing.to[half] = this->out_at(pass, r);
-      closing.lse[half] = this->lse_at(pass, r);
     }
     if (closing.fate == Fate::state) {
 #pragma unroll
@@ -73,18 +75,20 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
             record.head * Config::group + row % Config::group;
       }
     }
-    if (closing.fate == Fate::rows) divide(closing);
+    if (closing.fate == Fate::rows) divide(closing, pass);
   }
 
   // What rows are divided by, and their log-sum-exp: even lanes for one row, odd lanes for the other.
-  __device__ __forceinline__ void divide(Closing& closing) const {
+  __device__ __forceinline__ void divide(Closing& closing, int pass) const {
     const bool odd = lane_ & 1;
     Ctx c = {};
     if constexpr (Variant::has_sink) c = odd ? closing.ctx[1] : closing.ctx[0];
     const FinishRow row =
         finish_head<Variant>(params_, c, odd ? closing.m[1] : closing.m[0], odd ? closing.l[1] : closing.l[0]);
-    const long long at = odd ? closing.lse[1] : closing.lse[0];
-    if (lane_ % 4 < 2 && at != kNothing) p_.lse[at] = row.lse;
+    if (p_.lse && lane_ % 4 < 2) {
+      const long long at = this->place(pass, row_of(odd), p_.lse_stride_row, p_.lse_stride_head);
+      if (at != kNothing) p_.lse[at] = row.lse;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       closing.row[half] = {__shfl_sync(0xffffffffu, row.inverse, lane_ / 4 * 4 + half), 0.0f};
@@ -99,13 +103,17 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   // What becomes of a leaf: folded onto those before it, stored as a state, or, at the end of its pass, finished rows.
   // O itself stays as it is: a changed O that came back into the loop by a branch would make ptxas serialise the
   // products (C7514).
-  __device__ __forceinline__ void results(Closing& closing, int pass, int leaf, const float (&o)[kO],
+  __device__ __forceinline__ void results(Closing& closing, int pass, int leaf, bool ends, const float (&o)[kO],
                                           float* total) const {
     Fold fold[2];
     if constexpr (Config::folds) {
       if (pass < 0) return;
+      find_fate(closing, pass, leaf, ends);
       if (closing.folds) fold_heads(closing, fold, total);
       find_places(closing, pass, leaf);
+    }
+    if constexpr (L::kStaged) {
+      if (!closing.folds && stageable(closing)) return store_staged(closing, o);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -122,11 +130,17 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
       }
   }
 
+  __device__ __forceinline__ static float4 get(const volatile float* p) { return make_float4(p[0], p[1], p[2], p[3]); }
+  __device__ __forceinline__ static void put(volatile float* p, float a, float b, float c, float d) {
+    p[0] = a;
+    p[1] = b;
+    p[2] = c;
+    p[3] = d;
+  }
   // Leaf onto total, in local memory but for what the last leaf leaves: last m and l, by row. Memory is a
   // thousand cycles away, so that several words are asked for before one is used.
   __device__ __forceinline__ void fold_heads(Closing& closing, Fold (&fold)[2], float* total) const {
-    float4* const heads = reinterpret_cast<float4*>(total + kO);
-    const float4 x = closing.first ? make_float4(neg_inf(), neg_inf(), 0.0f, 0.0f) : *heads;
+    const float4 x = closing.first ? make_float4(neg_inf(), neg_inf(), 0.0f, 0.0f) : get(total + kO);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       fold[half] =
@@ -134,15 +148,14 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
       closing.m[half] = fold[half].m;
       closing.l[half] = fold[half].l;
     }
-    if (closing.fate == Fate::nothing) *heads = make_float4(closing.m[0], closing.m[1], closing.l[0], closing.l[1]);
+    if (closing.fate == Fate::nothing) put(total + kO, closing.m[0], closing.m[1], closing.l[0], closing.l[1]);
   }
   __device__ __forceinline__ void fold_chunk(const Closing& closing, const Fold& fold, float (&x)[kChunk],
                                              float* total) const {
-    float4* const memory = reinterpret_cast<float4*>(total);
     if (!closing.first) {
       float4 before[kChunk / 4];
 #pragma unroll
-      for (int i = 0; i < kChunk / 4; ++i) before[i] = memory[i];
+      for (int i = 0; i < kChunk / 4; ++i) before[i] = get(total + 4 * i);
 #pragma unroll
       for (int i = 0; i < kChunk / 4; ++i) {
         x[4 * i] = fold_acc(fold, before[i].x, x[4 * i]);
@@ -154,7 +167,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     if (closing.fate != Fate::nothing) return;
 #pragma unroll
     for (int i = 0; i < kChunk / 4; ++i) {
-      memory[i] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+      put(total + 4 * i, x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
     }
   }
 
@@ -197,6 +210,60 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
         const float y = finished(closing.ctx[half], closing.row[half], col + lane_ % 4 * 2, x[2 * n + e]);
         out[col] = from_float<Config::out_type>(y);
       }
+  }
+
+  // Whether rows may go by store_staged: they are finished, 16 bytes at a time, and none is without keys.
+  __device__ __forceinline__ bool stageable(const Closing& closing) const {
+    const bool vectors =
+        ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
+    bool empty = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      empty = empty || (closing.to[half] != kNothing && closing.row[half].inverse == 0.0f);
+    }
+    return closing.fate == Fate::rows && vectors && !__any_sync(0xffffffffu, empty);
+  }
+
+  // Writes a warp's rows by way of its own shared memory, 32 columns at a time: 16 rows of 64 bytes, whose 16-byte
+  // pieces change places so that no bank is asked twice. This code runs once a pass, at the speed of instruction fetch:
+  // the fewer instructions, the better.
+  __device__ __forceinline__ void store_staged(const Closing& closing, const float (&o)[kO]) const {
+    constexpr ptx::Half16 kOut = kHalf<Config::out_type>;
+    const int g = lane_ / 4, t = lane_ % 4;
+    const unsigned own = ptx::smem_addr(meta_.staged[this->group_ * 4 + this->warp_]);
+    // As a lane of st_matrices: row lane % 16, pieces 0 and 1 by lane / 16 (2 and 3: xor 32).
+    const unsigned put = own + lane_ % 16 * 64 + ((lane_ / 16 ^ lane_ / 2 % 4) * 16);
+    const unsigned get = own + g * 64 + ((t ^ g / 2 % 4) * 16);  // row g; row g + 8 lies 512 bytes on
+    char* out[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) out[half] = p_.out + closing.to[half] * 2 + t * 16;
+#pragma unroll
+    for (int n = 0; n < kO / 4; n += 4) {  // of 8 columns
+      unsigned y[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int half = i % 2, at = (n + i / 2) * 4 + 2 * half, col = (n + i / 2) * 8 + t * 2;
+        if constexpr (Variant::has_output) {
+          y[i] = ptx::pack2<kOut>(finished(closing.ctx[half], closing.row[half], col, o[at]),
+                                  finished(closing.ctx[half], closing.row[half], col + 1, o[at + 1]));
+        } else {
+          y[i] = ptx::pack2<kOut>(__fmul_rn(o[at], closing.row[half].inverse),
+                                  __fmul_rn(o[at + 1], closing.row[half].inverse));
+        }
+      }
+      if (n > 0) __syncwarp();
+      ptx::st_matrices(put, y[0], y[1], y[2], y[3]);
+      ptx::st_matrices(put ^ 32, y[4], y[5], y[6], y[7]);
+      __syncwarp();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        unsigned x[4];
+        ptx::ld_shared16(x, get + half * 512);
+        if (closing.to[half] != kNothing) {
+          *reinterpret_cast<uint4*>(out[half] + n * 16) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+      }
+    }
   }
 
   // A quad holds four columns' worth of 16 bytes in pairs of elements: a 4 x 4 transposition among its lanes gives each

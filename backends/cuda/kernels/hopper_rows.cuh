@@ -86,7 +86,7 @@ class HopperRows {
     }
   }
 
-  // HopperMeta::seen, out_at and lse_at of row r.
+  // HopperMeta::seen and out_at of row r, and where else it goes.
   __device__ __forceinline__ int2 seen_by(int r) const {
     if constexpr (L::kWorkedOut) {
       return meta_.seen[L::table(pass_)][r];
@@ -107,13 +107,6 @@ class HopperRows {
       return meta_.out_at[L::table(pass)][r];
     } else {
       return place(pass, r, p_.out_stride_row, p_.out_stride_head);
-    }
-  }
-  __device__ __forceinline__ long long lse_at(int pass, int r) const {
-    if constexpr (L::kWorkedOut) {
-      return meta_.lse_at[L::table(pass)][r];
-    } else {
-      return p_.lse ? place(pass, r, p_.lse_stride_row, p_.lse_stride_head) : kNothing;
     }
   }
 

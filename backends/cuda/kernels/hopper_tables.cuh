@@ -108,8 +108,6 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
       meta_.seen[L::table(pass)][r] = make_int2(offset_from(bounds, row.z), min(offset_past(bounds, row.w), limit));
       const long long qo_head = head * Config::group + (first + r) % Config::group;
       meta_.out_at[L::table(pass)][r] = there ? row.x * p_.out_stride_row + qo_head * p_.out_stride_head : kNothing;
-      meta_.lse_at[L::table(pass)][r] =
-          there && p_.lse ? row.x * p_.lse_stride_row + qo_head * p_.lse_stride_head : kNothing;
     }
     // Rows past the item's end do not make the others' tiles partial.
     int4 span;

@@ -130,6 +130,8 @@ struct PlanHeader {
   int wide_workers;  // of the kernel for items of many rows; 0: items of any rows lie with num_workers
   int firsts;        // workers whose first item lies behind the header: all that have any; 0: nobody has written them
   int wide_items;    // of the kernel for items of many rows
+  int folds;         // 1: an item of the Hopper kernel has several leaves to be folded into one state
+  int pad;
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };
