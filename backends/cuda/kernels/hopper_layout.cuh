@@ -96,7 +96,8 @@ struct HopperLayout {
   // Rows of a tile whose places the gather deals out at a time: all of them, where their table fits.
   static constexpr int kDealt = kTurns && !kWorkedOut ? 32 : kTile;
   // Finished rows of 16 bits go through shared memory, 1 KB for each consumer warp, where it fits.
-  static constexpr bool kStaged = !kTurns && kBytes<Config::out_type> == 2;
+  static constexpr bool kStaged =
+      kBytes<Config::out_type> == 2 && !kTurns && !(Variant::reads_index_mask && kOffsetMeta > 193 * 1024);
   __device__ __forceinline__ static int table(int pass) { return pass & (kTables - 1); }
 };
 
