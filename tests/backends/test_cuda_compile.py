@@ -102,7 +102,7 @@ HOPPER_SPECS = {
         {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0))},
         (44, 88, 56, 92),
     ),
-    "alibi": ({"variant": (v.causal(), v.alibi())}, (36, 64, 98, 94)),
+    "alibi": ({"variant": (v.causal(), v.alibi())}, (52, 80, 70, 94)),
     # What spills lies at the ends of the loop over masked tiles, nothing in it.
     "mask": ({"variant": (v.custom_mask(),)}, (510, 510, 648, 812)),
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.
