@@ -97,7 +97,7 @@ struct HopperLayout {
   static constexpr int kDealt = kTurns && !kWorkedOut ? 32 : kTile;
   // Finished rows of 16 bits go through shared memory, 1 KB for each consumer warp, where it fits.
   static constexpr bool kStaged =
-      kBytes<Config::out_type> == 2 && !kTurns && !(Variant::reads_index_mask && kOffsetMeta > 193 * 1024);
+      kBytes<Config::out_type> == 2 && !kTurns && (kWorkedOut || !Variant::reads_index_mask);
   __device__ __forceinline__ static int table(int pass) { return pass & (kTables - 1); }
 };
 
@@ -160,7 +160,7 @@ struct HopperMeta {
   long long mask_bit[L::kTables][L::kMaskRows];  // of the key at offset 0, counted from address 0
   int mask_from[L::kTables][L::kMaskRows];
   alignas(16) int unit[2][L::kDealt];  // gather: where the rows of a tile of K and of V lie (copy_tile)
-  alignas(64) char staged[L::kStaged ? 4 * L::kGroups : 1][L::kStaged ? 1024 : 16];
+  alignas(L::kStaged ? 64 : 4) char staged[L::kStaged ? 4 * L::kGroups : 1][L::kStaged ? 1024 : 4];
   PassRecord pass[L::kTables];
   PassKeys keys[L::kTables];
   RulerDesc rulers[kMaxClasses];  // the plan's, and the part at hand, of the warp that reads the plan
