@@ -93,6 +93,11 @@ REWRITTEN = {
         "head_dim_vo": 128,
         "variant": (v.causal(), v.rope(192)),
     },
+    "rope of 192, softcap": {  # whose tables have no room beside those of hooks
+        "head_dim": 192,
+        "head_dim_vo": 128,
+        "variant": (v.causal(), v.softcap(20.0), v.rope(192)),
+    },
     "own": {"variant": (v.causal(), own_maps())},
     "own 192/128": {"variant": (v.causal(), own_maps()), "head_dim": 192, "head_dim_vo": 128},
 }

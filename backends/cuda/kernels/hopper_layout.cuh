@@ -54,8 +54,13 @@ struct HopperLayout {
   static constexpr bool kRewritesQ = Variant::has_query;
   static constexpr bool kRewritesK = kWidens || Variant::has_key;
   static constexpr bool kRewritesV = kWidens || Variant::has_value;
-  static constexpr bool kTurns = Config::turns;  // the hooks on q and K are a rotation by position, "half" pairing
-  static constexpr int kTurnPairs = kTurns ? (Variant::key_dim == 0 ? Config::head_dim : Variant::key_dim) / 2 : 0;
+  // The hooks on q and K are a rotation by position, "half" pairing, and its table fits beside those of masks and
+  // hooks.
+  static constexpr int kTurned = Variant::key_dim == 0 ? Config::head_dim : Variant::key_dim;
+  static constexpr bool kTurns =
+      Config::turns &&
+      (kTurned <= 128 || !(Variant::reads_index_mask || Variant::has_logits || !Variant::mask_is_interval));
+  static constexpr int kTurnPairs = kTurns ? kTurned / 2 : 0;
   static constexpr bool kHooks = Variant::has_query || Variant::has_key || Variant::has_value;
   static constexpr bool kRewrites = kRewritesQ || kRewritesK || kRewritesV;
   static constexpr int kThreads = 128 * (kGroups + (kRewrites ? 2 : 1));
