@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 from dataclasses import dataclass
@@ -39,10 +38,10 @@ def _version() -> tuple[int, int]:
 def why_not_nvrtc() -> str | None:
     """Why NVRTC cannot be used here; None: it can."""
     try:
+        # Here, once: threads that compile at the same time would find it half imported.
+        import cuda.core  # noqa: F401
+
         _version()
-        # Not imported before something is compiled: that takes as long as all else of a process's first kernel from disk.
-        if importlib.util.find_spec("cuda.core") is None:
-            raise ImportError("no module named cuda.core")
     except Exception as error:  # loaders raise many kinds
         return f"NVRTC cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); pip install attnrt[cuda]"
     return None
