@@ -181,14 +181,9 @@ def reads_positions(plan: Plan) -> bool:
     """Whether some kernel of a plan asks where a key stands. Where none does, lists are packed without their blocks' positions:
     keys of blocks anywhere are then fetched like those of lists that run on."""
     composed = plan.spec.composed
-    hooks = (
-        composed.has_mask
-        or composed.reads_index_mask
-        or composed.logits
-        or composed.key_map
-        or composed.value
-    )
-    return bool(hooks) or any(index.features.masked for index in (plan.index, *plan.parts))
+    hooks = (composed.logits, composed.key_map, composed.value)
+    asks = composed.has_mask or composed.reads_index_mask or any(hook is not None for hook in hooks)
+    return asks or any(index.features.masked for index in (plan.index, *plan.parts))
 
 
 def _first_parts(parts: tuple[BlockSparse, ...], positions: bool) -> tuple[Any, list[Any]]:

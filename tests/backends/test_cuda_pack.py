@@ -120,9 +120,24 @@ def test_division(divisor):
     assert mul < 1 << 32 and d == divisor
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_positions_that_no_kernel_reads_are_not_packed(asked):
+@at.variants.logits
+def _biased(score, ctx, *, bias):
+    return score + bias[ctx.kv_pos]
+
+
+HOOKS = {
+    "nothing": (),
+    "output": (at.variants.sink_logits(-1.0),),
+    "mask": (at.variants.sliding_window(5000),),
+    "logits": (_biased,),
+    "key": (at.variants.rope(32),),
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_positions_that_no_kernel_reads_are_not_packed(hooks):
     """Lists of blocks anywhere count as lists that run on, and first lines bring their block ids."""
+    asked = hooks not in ("nothing", "output")
     pages = np.arange(2 * 8, dtype=np.int32).reshape(1, 2, 8)
     kv_pos = (8 * np.arange(16, dtype=np.int32)).reshape(1, 2, 8) * 16
     index = at.formats.pages_per_head([0, 1], pages, np.full((1, 2), 8, np.int32), [4096], 16, kv_pos=kv_pos)
@@ -131,7 +146,7 @@ def test_positions_that_no_kernel_reads_are_not_packed(asked):
         num_kv_heads=2,
         head_dim=128,
         q_dtype="bfloat16",
-        variant=at.variants.sliding_window(5000) if asked else at.variants.full(),
+        variant=HOOKS[hooks],
     )
     plan = at.make_plan(spec, index, tables.traits_for(spec, 132, "batch", True))
     assert pack.reads_positions(plan) == asked and plan.index.block_pos is not None
