@@ -163,8 +163,8 @@ class Wide {
 
   // Adds weights times the V of the tile before, as a group of its own.
   __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2], bool add) const {
-    const unsigned long long v = ptx::desc_sw128(
-        base_ + L::kOffsetStages + ((tile_ - 1) % kPairs * 2 + 1) * L::kStageBytes, L::kSlabKv, 1024);
+    const unsigned long long v =
+        ptx::desc_sw128(base_ + L::kOffsetStages + ((tile_ - 1) % kPairs * 2 + 1) * L::kStageBytes, L::kSlabKv, 1024);
     ptx::wgmma_pin(o);
     ptx::wgmma_fence();
 #pragma unroll

@@ -376,12 +376,12 @@ class WideLoader {
   int table_;          // of the next tile
   int spare_phase_;
   bool q_vectors_;
-  bool runs_;      // of 16 keys: the list is of blocks of so many or a multiple
-  int window_;     // offset of the first of 32 runs, or kNoWindow
-  int run_slot_;   // first slot of this lane's run
+  bool runs_;                    // of 16 keys: the list is of blocks of so many or a multiple
+  int window_;                   // offset of the first of 32 runs, or kNoWindow
+  int run_slot_;                 // first slot of this lane's run
   int run_page_k_, run_page_v_;  // and its pages
-  unsigned good_;  // which of the runs lie in one page of K and one of V
-  int after_id_;   // block of this lane's run in the next window
+  unsigned good_;                // which of the runs lie in one page of K and one of V
+  int after_id_;                 // block of this lane's run in the next window
 };
 
 }  // namespace attnrt

@@ -111,8 +111,8 @@ int first_row(const attnrt_first_part_t& part, const int32_t* item, const int32_
   return kHasRow | kHasMerge;
 }
 
-// Workers whose first items are the same queries and keys under other heads share all but these: what lists and rows say
-// is looked up once for them. The last item of each kind, by a few bits of row and leaf.
+// Workers whose first items are the same queries and keys under other heads share all but these: what lists and rows
+// say is looked up once for them. The last item of each kind, by a few bits of row and leaf.
 struct Known {
   const FirstItem* like;
   const int32_t* merge;  // its merge row, or null
