@@ -78,7 +78,8 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
 
   // Calls f(tile, head, slot, pos) for every tile of the worker's list; slot and pos are those of the lane's box. What
   // a pass says is copied first: its table may be written anew as soon as the pass's last tile is used. `map`, `div`,
-  // `columns`: where the first tiles of the next pass are asked for.
+  // `columns`: where the first tiles of the next pass are asked for, of lists alone: the hint costs time between two
+  // tiles, and where keys lie side by side it has been no gain.
   template <class F>
   __device__ __forceinline__ void walk_boxes(const TensorMap& map, const FastDiv& div, int columns, F&& f) const {
     int first = 0;
@@ -104,7 +105,7 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
           int pos;
           const long long slot = slot_in(block, list, tile.offset, id, pos);
           f(tile, head, slot, pos);
-          if (looks) found = look_ahead(count + 1, map, div, columns, first);
+          if (looks && list.indices) found = look_ahead(count + 1, map, div, columns, first);
           looks = false;
           id = next;
         }
