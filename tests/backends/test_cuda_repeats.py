@@ -143,7 +143,7 @@ with pytest.raises(at.CaptureError, match="limits"):
 assert kinds() == []
 with short(attn):
     attn.run(q, kv, out=out)
-assert kinds() == ["launch"] * 5  # what any later plan may need
+assert kinds() == ["launch"] * 6  # what any later plan may need
 """)
 
 
