@@ -293,12 +293,10 @@ class CudaKernel:
         if team:
             # No launch of the Hopper kernel starts while one before it runs: forms that are seldom meant go last. The form
             # that folds could do all, but takes 3 to 10 % longer (performance.md, Form 6).
-            by_key = [HOPPER_GATHER_FOLD, *names]
-            names = (
-                by_key
-                if box == boxes.NO_BOXES
-                else [HOPPER_BOXES, *names, HOPPER_GATHER_FOLD, HOPPER_BOXES_FOLD]
-            )
+            if box == boxes.NO_BOXES:
+                names = [HOPPER_GATHER_FOLD, *names]
+            else:
+                names = [HOPPER_BOXES, *names, HOPPER_GATHER_FOLD, HOPPER_BOXES_FOLD]
         return (DECODE,) if names == [DECODE] else (*names, MERGE)
 
     def counters(self, plan: Plan, limits: Limits | None) -> int:

@@ -132,13 +132,6 @@ ATTNRT_DEV void ldmatrix_x2_trans(u32 (&r)[2], u32 addr) {
                : "memory");
 }
 
-// Transposes one 8x8 b16 matrix held across the warp (lane l: row l/4, columns 2(l%4) and +1).
-ATTNRT_DEV u32 movmatrix_trans(u32 x) {
-  u32 r;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
-  return r;
-}
-
 // d[16x8] += a[16x16] b[16x8], float32 accumulation; g = lane/4, t = lane%4:
 // a0 (g, 2t..) a1 (g+8, 2t..) a2 (g, 2t+8..) a3 (g+8, 2t+8..); b0 (k 2t.., n g) b1 (k 2t+8.., n g); d (g, 2t..) (g+8,
 // 2t..).
@@ -273,13 +266,6 @@ ATTNRT_DEV void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, i
       "[%2];" ::"r"(dst),
       "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
-}
-
-// Linear copy of `bytes` (multiple of 16, both ends 16-byte aligned); bytes count on `bar`.
-ATTNRT_DEV void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-               "l"(src), "r"(bytes), "r"(bar)
-               : "memory");
 }
 
 // Fetches a tensor map's descriptor into the cache.
