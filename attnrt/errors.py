@@ -84,7 +84,7 @@ class LimitError(AttnrtError):
         self.limit = limit
         self.needed = needed
         self.given = given
-        super().__init__(limit, f"must be at least {needed}", given, hint)
+        super().__init__(limit, f"must be at {'least' if needed > given else 'most'} {needed}", given, hint)
 
 
 class PlanError(AttnrtError):

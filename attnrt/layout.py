@@ -103,6 +103,11 @@ class Limits:
         Persistent workers (CTAs, threads); leaves the rest of the machine to others.
     max_qo_len : int, optional
         Queries of one request. A graph of decode steps (1) then has no launch for longer requests.
+    max_kv_len : int, optional
+        Keys of one request (of a device array of lengths: their bounds). A graph of requests that are one leaf then has no
+        launch for longer ones.
+    min_qo_len : int, optional
+        Queries of one request that has any, at least. A graph of long prompts then has no launch for decode steps.
     """
 
     max_requests: int
@@ -114,6 +119,8 @@ class Limits:
     num_pages: int | None = None
     max_workers: int | None = None
     max_qo_len: int | None = None
+    max_kv_len: int | None = None
+    min_qo_len: int | None = None
 
     def __post_init__(self) -> None:
         least = {"max_parts": 1, "max_workers": 1}
@@ -156,7 +163,16 @@ class Limits:
             ("max_mask_bytes", masks, self.max_mask_bytes),
             ("max_partial_slots", plan.num_slots, self.slots(traits)),
             ("num_pages", pages_named(index), self.num_pages),
-            ("max_qo_len", 0 if self.max_qo_len is None else _longest(index), self.max_qo_len),
+            (
+                "max_qo_len",
+                0 if self.max_qo_len is None else most_of(index.requests.qo_lens),
+                self.max_qo_len,
+            ),
+            (
+                "max_kv_len",
+                0 if self.max_kv_len is None else most_of(index.requests.kv_lens),
+                self.max_kv_len,
+            ),
             ("max_workers", plan.traits.num_workers, self.max_workers),
         )
         for name, needed, given in needs:
@@ -164,10 +180,17 @@ class Limits:
                 raise LimitError(
                     name, needed, given, "Nothing was written; plan less or make the limits larger"
                 )
+        if self.min_qo_len is not None:
+            lens = index.requests.qo_lens
+            shortest = int(lens[lens > 0].min(initial=self.min_qo_len))
+            if shortest < self.min_qo_len:
+                hint = "Nothing was written; plan longer requests or make the limit smaller"
+                raise LimitError("min_qo_len", shortest, self.min_qo_len, hint)
 
 
-def _longest(index: Index) -> int:
-    return int(index.requests.qo_lens.max(initial=0))
+def most_of(lens: np.ndarray) -> int:
+    """The largest of some lengths; 0 of none."""
+    return int(lens.max(initial=0))
 
 
 def plan_parts(parts: int) -> int:

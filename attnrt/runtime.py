@@ -83,6 +83,8 @@ class Runtime:
             check_is_plan(plan)
             self.machine.check_plan(plan)
         handle = self.ops.stream(stream)
+        if self.workspace.limits is not None:
+            self.workspace.limits.check(plan, self.tenant.traits)
         kernel = self.machine.prepare(features_of_plan(plan), plan)
         if not self.lock.acquire(blocking=False):
             raise _busy("load")

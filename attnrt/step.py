@@ -42,13 +42,13 @@ _Step: Any = None  # a checkout that has not been built, or not since: every ste
 with contextlib.suppress(ImportError):
     from attnrt import _step_native
 
-    if _step_native.REVISION == 3:
+    if _step_native.REVISION == 4:
         _Step = _step_native.Step
 
 __all__ = ["Stepper"]
 
 #: The struct Fixed of native/step.cpp.
-_FIXED = struct.Struct("<5Q24q3Qq4Q6q")
+_FIXED = struct.Struct("<5Q26q3Qq4Q6q")
 #: Bytes of a staging buffer at least: steps of a few hundred requests. What is larger than all before goes the long way once.
 _LEAST_STAGING = 1 << 18
 
@@ -191,10 +191,13 @@ class Stepper:
         header, part_at, self._per_row, _fits, first = steady
         limits, size = runtime.workspace.limits, tenant.layout
         ops: Any = runtime.ops  # of a kind that has step_calls
-        bounds = [-1] * 5
+        bounds = [-1] * 7
         if limits is not None:
-            given = (limits.max_requests, limits.max_qo_tokens, limits.max_index_entries)
-            bounds = [-1 if n is None else n for n in (*given, limits.num_pages, limits.max_qo_len)]
+            given = (
+                *(limits.max_requests, limits.max_qo_tokens, limits.max_index_entries, limits.num_pages),
+                *(limits.max_qo_len, limits.max_kv_len, limits.min_qo_len),
+            )
+            bounds = [-1 if n is None else n for n in given]
         send, wait, device = ops.step_calls()
         staging = self._staging()
         buffers, events = staging

@@ -155,9 +155,7 @@ class Workspace:
     # ------------------------------------------------------------------------------------------- loading
 
     def load(self, tenant: Tenant, plan: Plan, kernel: Any, stream: int) -> Loaded:
-        """Bring a plan to the device by one copy; before it, the workspace is as it was if anything is wrong."""
-        if self.limits is not None:
-            self.limits.check(plan, tenant.traits)
+        """Bring a plan within the limits to the device by one copy; if anything is wrong, the workspace is as it was."""
         counting = getattr(kernel, "counters", None)
         counters = counting(plan, self.limits) if counting is not None else 0
         plan_at, plan_bytes = lay.plan_offsets(plan, counters)

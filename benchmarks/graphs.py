@@ -32,10 +32,17 @@ def shapes() -> list[tuple[Shape, dict[str, Any]]]:
     chunks = {"qo": (512,) * 8 + (1,) * 32, "kv": (4096,) * 8 + (1024,) * 32}
     return [
         (Shape(name="decode 16x1024", **decode), {}),
-        (Shape(name="decode 16x1024, any lengths", **decode), {"max_qo_len": None, "max_qo_tokens": 64}),
+        (
+            Shape(name="decode 16x1024, any lengths", **decode),
+            {"max_qo_len": None, "max_kv_len": None, "max_qo_tokens": 64},
+        ),
         *(
             (Shape(name=f"prefill {n}x{s}", kv=(s,) * n, qo=(s,) * n, **prefill), {})
             for n, s in ((32, 512), (4, 4096), (1, 16384))
+        ),
+        (
+            Shape(name="prefill 32x512, any lengths", kv=(512,) * 32, qo=(512,) * 32, **prefill),
+            {"max_kv_len": None, "min_qo_len": None},
         ),
         (Shape(name="8x512 chunk@4096 + 32 decode@1024", **chunks), {}),  # type: ignore[arg-type]
     ]

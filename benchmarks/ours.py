@@ -61,6 +61,8 @@ def limits_of(index: Any, case: Case) -> at.Limits:
         max_parts=len(parts),
         max_mask_bytes=bits + masked,
         max_qo_len=int(case.qo_lens.max()),
+        max_kv_len=int(case.lens.max()),
+        min_qo_len=int(case.qo_lens.min()),
     )
 
 

@@ -65,7 +65,12 @@ def spec_of(shape: Shape, kv_layout: str = "NHD") -> at.AttentionSpec:
 def compile_for(shape: Shape, kv_layout: str) -> str:
     """Compile the kernels of a shape into the cache on disk; what went wrong, or nothing."""
     try:
-        limits = at.Limits(len(shape.kv), sum(shape.qo_lens), 1, max_qo_len=max(shape.qo_lens))
+        lens = {
+            "max_qo_len": max(shape.qo_lens),
+            "max_kv_len": max(shape.kv),
+            "min_qo_len": min(shape.qo_lens),
+        }
+        limits = at.Limits(len(shape.kv), sum(shape.qo_lens), 1, **lens)
         at.warmup([spec_of(shape, kv_layout)], limits, backend=BACKEND, device=DEVICE)
     except at.AttnrtError as error:
         return f"{shape.name}: {type(error).__name__} {error}"

@@ -57,7 +57,8 @@ struct Fixed {
   std::uint64_t plan, take, send, wait, traits;
   std::int64_t num_kv_heads, group, mode, left, right, max_slots;
   std::int64_t workers, own_workers;                                        // with the teams'; without
-  std::int64_t max_requests, max_rows, max_entries, num_pages, max_qo_len;  // -1: no limit
+  std::int64_t max_requests, max_rows, max_entries, num_pages;              // -1: no limit
+  std::int64_t max_qo_len, max_kv_len, min_qo_len;                          // of one request; the same
   std::int64_t align, device, cell, plan_room, header, index_room, slots_room;
   std::int64_t part_at;           // of a header's first part
   std::int64_t counters_per_row;  // of a merge row
@@ -174,17 +175,26 @@ bool read_index(const Step& s, PyObject* index, PyObject* requests, Job& job) {
 
 bool within(std::int64_t needed, std::int64_t limit) { return limit < 0 || needed <= limit; }
 
+// Requests without queries are as long as any.
+bool lengths_within(const Fixed& f, const Job& job, std::int64_t requests) {
+  if (f.max_qo_len < 0 && f.max_kv_len < 0 && f.min_qo_len < 0) return true;
+  const std::int32_t* queries = static_cast<const std::int32_t*>(job.all[0]->buf);
+  const std::int32_t* keys = static_cast<const std::int32_t*>(job.all[1]->buf);
+  std::int32_t longest = 0, most_keys = 0, shortest = INT32_MAX;
+  for (std::int64_t i = 0; i < requests; ++i) {
+    longest = std::max(longest, queries[i]);
+    most_keys = std::max(most_keys, keys[i]);
+    shortest = std::min(shortest, queries[i] ? queries[i] : INT32_MAX);
+  }
+  return within(longest, f.max_qo_len) && within(most_keys, f.max_kv_len) && within(f.min_qo_len, shortest);
+}
+
 bool within_limits(const Fixed& f, const Job& job) {
   const std::int64_t requests = job.all[0]->len / 4;
-  std::int64_t longest = 0;
-  if (f.max_qo_len >= 0) {
-    const std::int32_t* lens = static_cast<const std::int32_t*>(job.all[0]->buf);
-    for (std::int64_t i = 0; i < requests; ++i) longest = std::max<std::int64_t>(longest, lens[i]);
-  }
   const std::int64_t listed = std::max(job.length(kIndices), job.length(kBlockPos));
   const std::int64_t pages = job.field(kKvBase) ? 0 : job.max_block + 1;
   return within(requests, f.max_requests) && within(job.num_qo, f.max_rows) && within(listed, f.max_entries) &&
-         within(pages, f.num_pages) && within(longest, f.max_qo_len);
+         within(pages, f.num_pages) && lengths_within(f, job, requests);
 }
 
 bool plan_index(const Fixed& f, const Job& job, attnrt_counts& counts) {
@@ -473,6 +483,6 @@ PyMODINIT_FUNC PyInit__step_native() {
   if (!module || !type || PyModule_AddObjectRef(module, "Step", type) < 0) return nullptr;
   Py_DECREF(type);
   // Raised with every change of Fixed or of what lies where; attnrt/step.py knows the same number.
-  if (PyModule_AddIntConstant(module, "REVISION", 3) < 0) return nullptr;
+  if (PyModule_AddIntConstant(module, "REVISION", 4) < 0) return nullptr;
   return module;
 }

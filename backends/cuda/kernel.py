@@ -31,6 +31,8 @@ from attnrt.backends.cuda.render import (
 from attnrt.backends.cuda.select import (
     decode_queries,
     limits_decode,
+    limits_fold,
+    limits_short,
     limits_team,
     merge_counters,
     plan_decodes,
@@ -259,7 +261,7 @@ class CudaKernel:
         """
         if limits is not None:
             names_within = self.needs_of(limits, box)
-            if self.wide not in names_within and pack.has_items(plan, CREW):
+            if not self._serve(names_within, plan):
                 raise PlanError(
                     "plan", "must be made within this attention's limits", None, "attn.plan(index)"
                 )
@@ -279,13 +281,25 @@ class CudaKernel:
             names.append(MERGE)
         return self._needs.put(tuple(names), plan, box)
 
+    def _serve(self, names: tuple[str, ...], plan: Plan) -> bool:
+        """Whether all items of a plan are those of some of these kernels."""
+        short = DECODE if plan_decodes(plan) else ATTEND
+        if self.wide not in names and pack.has_items(plan, CREW):
+            return False
+        if short not in names and pack.has_items(plan, None):
+            return False
+        folding = HOPPER_BOXES_FOLD in names or HOPPER_GATHER_FOLD in names
+        return folding or not pack.has_items(plan, TEAM) or not pack.plan_folds(plan)
+
     def needs_of(self, limits: Limits | None, box: int | None = None) -> tuple[str, ...]:
         """Kernels that runs of any plan within limits launch; of None: all that there are."""
         if limits is None:
             return self.programs.names
-        names = [] if limits_decode(self.spec, limits) else [self.wide]
-        names += (DECODE,) if decode_queries(self.spec) else ()
         team = bool(self.maps_at) and limits_team(self.spec, limits)
+        names: list[str] = []
+        if not team or limits_short(self.spec, limits):
+            names += () if limits_decode(self.spec, limits) else (self.wide,)
+            names += (DECODE,) if decode_queries(self.spec) else ()
         if limits.max_parts > 1 and not team:
             # Of rows that share keys or not, as the planner finds: where they do not, the wide kernel's CTAs end as soon as
             # those of the decode kernel make room for them.
@@ -293,10 +307,12 @@ class CudaKernel:
         if team:
             # No launch of the Hopper kernel starts while one before it runs: forms that are seldom meant go last. The form
             # that folds could do all, but takes 3 to 10 % longer (performance.md, Form 6).
+            folds = limits_fold(limits)
+            by_key = _BY_KEY[folds]
             if box == boxes.NO_BOXES:
-                names = [HOPPER_GATHER_FOLD, *names]
+                names = [by_key, *names]
             else:
-                names = [HOPPER_BOXES, *names, HOPPER_GATHER_FOLD, HOPPER_BOXES_FOLD]
+                names = [HOPPER_BOXES, *names, by_key, *((HOPPER_BOXES_FOLD,) if folds else ())]
         return (DECODE,) if names == [DECODE] else (*names, MERGE)
 
     def counters(self, plan: Plan, limits: Limits | None) -> int:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.cuda.tables import DECODE_ROWS, WIDE, decode_blocks
+from attnrt.scheduler.machines import APPEND_RULER
 
 if TYPE_CHECKING:
     from attnrt.layout import Limits
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "decode_queries",
     "limits_decode",
+    "limits_fold",
+    "limits_short",
     "limits_team",
     "merge_counters",
     "plan_decodes",
@@ -74,6 +77,16 @@ def limits_team(spec: AttentionSpec, limits: Limits) -> bool:
         limits.max_qo_tokens if limits.max_qo_len is None else min(limits.max_qo_tokens, limits.max_qo_len)
     )
     return longest * spec.group > DECODE_ROWS
+
+
+def limits_short(spec: AttentionSpec, limits: Limits) -> bool:
+    """Whether limits let a request be as short as a decode step."""
+    return limits.min_qo_len is None or limits.min_qo_len * spec.group <= DECODE_ROWS
+
+
+def limits_fold(limits: Limits) -> bool:
+    """Whether limits let a request of the Hopper kernel have several leaves: one of few queries, since prompts are one leaf."""
+    return limits.max_kv_len is None or APPEND_RULER.leaf_of(limits.max_kv_len - 1) > 0
 
 
 def merge_counters(plan: Plan) -> int:

@@ -200,6 +200,13 @@ with pytest.raises(LimitError, match="max_qo_len"):
     limited.plan(paged([2], [5]))
 with pytest.raises(LimitError, match="num_pages"):
     limited.plan(paged([1], [91 * 16]))
+several = at.Attention(s, backend=cuda, limits=at.Limits(4, 8, 200, max_kv_len=300, min_qo_len=2))
+several.plan(paged([2, 2], [300, 40]))
+with short(several):
+    several.plan(paged([2, 0], [300, 7]))
+for lens, name in ((([2, 1], [40, 40]), "min_qo_len"), (([2, 2], [301, 40]), "max_kv_len")):
+    with pytest.raises(LimitError, match=name):
+        several.plan(paged(*lens))
 with short(limited):
     limited.plan(batch(4, 100))
 for a in (attn, eager):

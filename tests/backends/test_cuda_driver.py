@@ -86,16 +86,21 @@ for index, count in ((decode, 1), (cut, 1), (mixed, 2), (decode, 2), (cut, 2)):
 new().prepare(cut)
 assert asked == ["attnrt_decode"]
 hopper = ["attnrt_hopper_boxes", "attnrt_hopper_gather_fold", "attnrt_hopper_boxes_fold"]
+by_key = "attnrt_hopper_gather"
 for limits, kernels in (
     (at.Limits(8, 32, 256), [hopper[0], "attnrt_wide", "attnrt_decode", *hopper[1:], "attnrt_merge"]),
     (at.Limits(8, 32, 256, max_qo_len=3), ["attnrt_wide", "attnrt_decode", "attnrt_merge"]),
     (at.Limits(8, 32, 256, max_qo_len=3, max_parts=2), ["attnrt_decode", "attnrt_wide", "attnrt_merge"]),
     (at.Limits(8, 32, 256, max_qo_len=2), ["attnrt_decode"]),
     (at.Limits(8, 16, 256), ["attnrt_decode"]),
+    (at.Limits(8, 64, 256, max_kv_len=4096), [hopper[0], "attnrt_wide", "attnrt_decode", by_key, "attnrt_merge"]),
+    (at.Limits(8, 64, 256, max_kv_len=4097, min_qo_len=17), [*hopper, "attnrt_merge"]),
+    (at.Limits(8, 64, 256, max_kv_len=4096, min_qo_len=17), [hopper[0], by_key, "attnrt_merge"]),
+    (at.Limits(8, 64, 256, min_qo_len=16), [hopper[0], "attnrt_wide", "attnrt_decode", *hopper[1:], "attnrt_merge"]),
 ):
     attn = new(limits=limits)
     assert sorted(asked) == sorted(kernels), asked  # in any order, at once
-    attn.plan(decode)
+    attn.plan(paged((17, 0), (40, 9)) if limits.min_qo_len else decode)
     assert len(asked) == len(kernels)
 cuda._kernels.clear()
 asked.clear()
@@ -220,6 +225,21 @@ driver.fake_capture(ctypes.c_void_p(9), 0)
 assert [line.split()[2] for line in trace() if "launch" in line] == ["attnrt_wide", "attnrt_decode", "attnrt_merge"]
 with pytest.raises(at.LimitError, match="max_qo_len"):
     short.plan(paged((17, 1)))
+# Prompts of one leaf: neither decode steps nor longer requests.
+prompts = at.Attention(s, backend=cuda, limits=at.Limits(8, 64, 512, num_pages=64, max_kv_len=900, min_qo_len=17))
+prompts.plan(paged((17, 0, 30), (900, 5, 30)))
+driver.fake_capture(ctypes.c_void_p(9), 1)
+trace()
+q2, kv2, out2, _ = arrays(s, 47)
+prompts.run(q2, kv2, out=out2, stream=9)
+driver.fake_capture(ctypes.c_void_p(9), 0)
+assert [line.split()[2] for line in trace() if "launch" in line] == [
+    "attnrt_hopper_boxes", "attnrt_hopper_gather", "attnrt_merge"
+]
+for index, name, needed in ((paged((17, 16), (40, 40)), "min_qo_len", 16), (paged((17,), (901,)), "max_kv_len", 901)):
+    with pytest.raises(at.LimitError) as caught:
+        prompts.plan(index)
+    assert (caught.value.limit, caught.value.needed) == (name, needed)
 """)
 
 

@@ -225,31 +225,26 @@ def test_a_shared_prefix():
     testing.same(want, world.fresh("nvrtc", shared), "sharing the prefix")
 
 
-def test_a_graph_serves_boxes_and_keys():
-    """Captured under pages of 16, replayed under bridges of single tokens, decode steps alone, prompts alone."""
+def keys_alone(world, tokens, keys):
+    """One request of so many queries over single tokens of the pool."""
+    ids = world.rng.permutation(400 * 16)[:keys].astype(np.int32)
+    ends = (np.array([0, n], np.int32) for n in (tokens, keys))
+    return at.formats.paged(*ends, ids, np.array([keys], np.int32), 1)
+
+
+def graph_serves(limits, first, later):
+    """A graph captured under one index gives under later ones, padded, the bits of runs of their own."""
     import torch
 
     world = World(spec(), rows=256, pages=400)
-    limits = at.Limits(16, 256, 8192, max_parts=3)
     attn = at.Attention(world.spec, backend="nvrtc", limits=limits, device="cuda")
     out, lse = world.results(256)
-    attn.plan(world.index([1, 40], [100, 300]), pad_to=256)
+    attn.plan(world.index(*first), pad_to=256)
     attn.run(world.gpu_q, world.gpu_kv, out=out, lse=lse)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attn.run(world.gpu_q, world.gpu_kv, out=out, lse=lse)
-    tokens = world.rng.permutation(400 * 16)[:500].astype(np.int32)
-    zero = np.array([0], np.int32)
-    plans = [
-        world.index([200, 1], [333, 900]),
-        world.index([1, 1, 1], [900, 20, 4000]),
-        at.formats.paged(
-            np.array([0, 120], np.int32), np.array([0, 500], np.int32), tokens, np.array([500], np.int32), 1
-        ),
-        world.index([20, 20], [5000, 20]),
-        at.formats.paged(np.array([0], np.int32), zero, zero[:0], zero[:0], 16),
-    ]
-    for index in plans:
+    for index in later(world):
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
         attn.plan(index, pad_to=256)
@@ -258,6 +253,38 @@ def test_a_graph_serves_boxes_and_keys():
         got = head(testing.Result(out=to_host(out), lse=to_host(lse)), index.num_qo)
         if index.num_qo:
             testing.same(world.fresh("nvrtc", index), got, "the graph")
+
+
+def test_a_graph_serves_boxes_and_keys():
+    """Captured under pages of 16, replayed under bridges of single tokens, decode steps alone, prompts alone."""
+
+    def later(world):
+        zero = np.array([0], np.int32)
+        return (
+            world.index([200, 1], [333, 900]),
+            world.index([1, 1, 1], [900, 20, 4000]),
+            keys_alone(world, 120, 500),
+            world.index([20, 20], [5000, 20]),
+            at.formats.paged(np.array([0], np.int32), zero, zero[:0], zero[:0], 16),
+        )
+
+    graph_serves(at.Limits(16, 256, 8192, max_parts=3), ([1, 40], [100, 300]), later)
+
+
+@pytest.mark.parametrize("longest", [4096, 6000])
+def test_a_graph_of_promised_lengths(longest):
+    """No decode steps, and requests of one leaf: the kernels that are left serve pages, single tokens, prompts and empty rows."""
+
+    def later(world):
+        return (
+            world.index([200, 0], [333, 900]),
+            world.index([17, 100, 30], [longest, 100, 999]),
+            keys_alone(world, 120, longest),
+            keys_alone(world, 17, 40),
+        )
+
+    limits = at.Limits(16, 256, 8192, max_kv_len=longest, min_qo_len=17)
+    graph_serves(limits, ([20, 40], [100, 300]), later)
 
 
 def test_true_lengths_on_the_device():
