@@ -9,23 +9,27 @@
 
 #include "buffer.h"
 
+// Items first, first + step, ... of equal cost: a run of a tile under one head range after another.
+struct Alike {
+  int32_t tile, first, step, count;
+};
+
 class LongestFirst {
  public:
   // Least-loaded worker by a tournament: inner node i keeps the smaller load of its two children, of equals the left
   // one, which is the lower worker. Costs are not negative, so the first items go to workers 0, 1, 2, ... unless some
   // cost is 0; and so the bits of a load, read as an integer, compare as the load does. With integers the way up has no
   // branch, whose outcome nobody could foresee.
-  // sections [n], or null: numbers of which a lower one goes first, whatever the costs.
-  double assign(const double* costs, const int32_t* sections, size_t n, int32_t workers) {
-    sort_by_cost(costs, n);
+  // alike [kinds]: all items; sections [n], or null: numbers of which a lower one goes first, whatever the costs.
+  double assign(const double* costs, const Alike* alike, size_t kinds, const int32_t* sections, size_t n,
+                int32_t workers) {
+    sort_by_cost(costs, alike, kinds);
+    list(costs, alike, kinds, n);
+    const double longest = n ? costs[ids_.get()[0]] : 0.0;
     const bool positive = n && costs[ids_.get()[n - 1]] > 0.0;
     if (sections) sort_by_section(sections, n);
-    one_each_ = positive && n <= size_t(workers);
-    if (one_each_) {
-      double makespan = 0.0;
-      for (size_t i = 0; i < n; ++i) makespan = std::max(makespan, costs[i]);
-      return makespan;
-    }
+    one_each_ = n == 0 || (positive && n <= size_t(workers));
+    if (one_each_) return longest;
     const int32_t* in_order = ids_.get();
     int32_t* worker_at = workers_.need(n);
     int32_t leaves = 1;
@@ -94,17 +98,15 @@ class LongestFirst {
     return load;
   }
 
-  // Longest first, equal costs by item id: `keys` hold the complemented bits of a cost (costs are finite and not
-  // negative), `ids` the item. A stable radix sort over the bits that differ at all; where these are few, key and id
-  // travel in one word.
-  void sort_by_cost(const double* costs, size_t n) {
+  // Kinds longest first, equal costs by their number: `keys` hold the complemented bits of a cost (costs are finite and
+  // not negative), `kinds_` the kind. A stable radix sort over the bits that differ at all; where these are few, key
+  // and number travel in one word.
+  void sort_by_cost(const double* costs, const Alike* alike, size_t n) {
     uint64_t *from = keys_.need(n), *to = keys2_.need(n);
-    int32_t* ids_out = ids_.need(n);
+    int32_t* ids_out = kinds_.need(n);
     uint64_t varies = 0;
     for (size_t i = 0; i < n; ++i) {
-      uint64_t bits;
-      std::memcpy(&bits, costs + i, sizeof bits);
-      from[i] = ~bits;
+      from[i] = ~uint64_t(bits_of(costs[alike[i].first]));
       varies |= from[i] ^ from[0];
     }
     if (!varies) {
@@ -134,6 +136,25 @@ class LongestFirst {
     std::sort(ids_out, ids_out + n, [by](int32_t a, int32_t b) { return by[a] != by[b] ? by[a] < by[b] : a < b; });
   }
 
+  // The items of the kinds in order: of equal costs by item id, so runs of one tile that cost the same go in turn.
+  void list(const double* costs, const Alike* alike, size_t kinds, size_t n) {
+    const int32_t* in_order = kinds_.get();
+    int32_t* to = ids_.need(n);
+    for (size_t k = 0, end; k < kinds; k = end) {
+      const Alike& like = alike[in_order[k]];
+      const auto same = [&](const Alike& other) {
+        return other.tile == like.tile && costs[other.first] == costs[like.first];
+      };
+      for (end = k + 1; end < kinds && same(alike[in_order[end]]);) ++end;
+      const int32_t past = like.first + like.count * like.step;
+      if (end == k + 1)
+        for (int32_t item = like.first; item < past; item += like.step) *to++ = item;
+      else
+        for (int32_t more = 0; more < past - like.first; more += like.step)
+          for (size_t j = k; j < end; ++j) *to++ = alike[in_order[j]].first + more;
+    }
+  }
+
   // Stable, so that items stay longest first inside a section.
   void sort_by_section(const int32_t* sections, size_t n) {
     int32_t last = 0;
@@ -148,7 +169,7 @@ class LongestFirst {
   }
 
   Buffer<uint64_t> keys_, keys2_;
-  Buffer<int32_t> ids_, ids2_, starts_, workers_, who_;
+  Buffer<int32_t> kinds_, ids_, ids2_, starts_, workers_, who_;
   Buffer<int64_t> load_;
   int32_t leaves_ = 1;
   bool one_each_ = false;

@@ -27,6 +27,14 @@ constexpr int64_t kFar = int64_t(1) << 40;
 constexpr int kWorkFields = 14;
 constexpr int kMergeFields = 5;
 
+int64_t longest_run(double limit, int32_t heads) { return std::max<int64_t>(1, int64_t(std::ceil(limit / heads))); }
+
+// What is known of a crew's tiles before any is cut: bounds of all candidates.
+struct Extent {
+  const Tile* longest = nullptr;                       // the costliest, or null
+  double whole = 0.0, by_leaves = 0.0, by_keys = 0.0;  // costs: uncut; of cuts at all leaves; of a cut after each key
+};
+
 class Planner {
  public:
   int plan(const attnrt_problem& problem, attnrt_counts& counts);
@@ -47,9 +55,15 @@ class Planner {
   void weigh(const Crew& crew, Candidate& c, int32_t heads, double limit);
   void list_items(const Crew& crew, Candidate& c);
   void cut(const Crew& crew, Candidate& c, int32_t heads, double limit);
+  int32_t next_cut(const Tile& tile, int64_t begin, int64_t longest) const;
   void cut_tile(const Tile& tile, int64_t longest);
   int64_t place(std::vector<Run>& out, const Tile& tile, int32_t slot) const;
-  double unit_cost(const Crew& crew, const Tile& tile, const Run& run) const;
+  double unit_cost(const Crew& crew, const Tile& tile, int64_t keys) const;
+  double unit_cost(const Crew& crew, const Tile& tile, const Run& run) const {
+    return unit_cost(crew, tile, int64_t(run.kv_end) - run.kv_begin);
+  }
+  Extent extent_of(const Crew& crew) const;
+  bool too_long(const Crew& crew, const Extent& extent, int32_t heads, double limit) const;
   void assign_lpt(const Crew& crew, Candidate& c);
   double time_of(const Crew& crew, const Candidate& c, double makespan);
   double cost_of_cuts(const Crew& crew, const Candidate& c) const;
@@ -263,15 +277,21 @@ void Planner::mark_rows() {
 
 // 3. Cut runs between leaves.
 
+// The leaf before which a run from key `begin` on ends; 0: it goes on to the tile's end.
+int32_t Planner::next_cut(const Tile& t, int64_t begin, int64_t longest) const {
+  if (t.kv_end - begin <= longest + longest / 8) return 0;
+  const Ruler& ruler = rulers[size_t(t.klass)];
+  const int32_t next = ruler.leaf_of(begin + longest - 1) + 1;
+  return ruler.start(next) < t.kv_end ? next : 0;
+}
+
 void Planner::cut_tile(const Tile& t, int64_t longest) {
   const Ruler& ruler = rulers[size_t(t.klass)];
   runs.clear();
   int64_t begin = t.kv_begin;
   int32_t leaf = t.leaf_begin;
-  while (t.kv_end - begin > longest + longest / 8) {
-    const int32_t next = ruler.leaf_of(begin + longest - 1) + 1;
+  for (int32_t next; (next = next_cut(t, begin, longest)) > 0;) {
     const int64_t end = ruler.start(next);
-    if (end >= t.kv_end) break;
     runs.push_back({int32_t(begin), int32_t(end), leaf, next, kDirect, 0});
     begin = end, leaf = next;
   }
@@ -300,8 +320,8 @@ void Planner::cut(const Crew& crew, Candidate& c, int32_t heads, double limit) {
   c.cuts = 0;
   c.slots = crew.base_slots;
   if (!(limit < std::numeric_limits<double>::infinity())) return;
-  const auto longest = [&](int32_t h) { return std::max<int64_t>(1, int64_t(std::ceil(limit / std::min(heads, h)))); };
-  const int64_t longest_all = longest(pr->num_kv_heads), longest_one = longest(1);
+  const int64_t longest_all = longest_run(limit, std::min(heads, pr->num_kv_heads)),
+                longest_one = longest_run(limit, 1);
   const auto longest_of = [&](const Tile& t) { return t.heads() == 1 ? longest_one : longest_all; };
   // A tile of one leaf has nowhere to be cut.
   const auto is_long = [&](const Tile& t) {
@@ -335,10 +355,36 @@ void Planner::cut(const Crew& crew, Candidate& c, int32_t heads, double limit) {
 
 // 4. Cost and assign.
 
-double Planner::unit_cost(const Crew& crew, const Tile& t, const Run& run) const {
+double Planner::unit_cost(const Crew& crew, const Tile& t, int64_t keys) const {
   const attnrt_crew& cost = *crew.traits;
-  const double rows = double(t.queries() * pr->group), size = double(int64_t(run.kv_end) - run.kv_begin);
+  const double rows = double(t.queries() * pr->group), size = double(keys);
   return cost.fixed + cost.alpha * rows + cost.beta * size + cost.beta_rows * rows * size;
+}
+
+Extent Planner::extent_of(const Crew& crew) const {
+  Extent found;
+  for (size_t i = crew.begin; i < crew.end; ++i) {
+    const Tile& t = tiles[i];
+    const double start = t.heads() * std::max(0.0, unit_cost(crew, t, 0));
+    found.whole += t.heads() * t.cost;
+    found.by_leaves += start * double(std::max(0, t.leaf_end - t.leaf_begin - 1));
+    found.by_keys += start * double(t.keys());
+    if (!found.longest || t.cost > found.longest->cost) found.longest = &t;
+  }
+  return found;
+}
+
+// Whether a candidate's longest item is certain to be longer than is good, found without a cut: the first run of the
+// costliest tile is, beside a mean of more cuts than there can be. (Sums in another order than weigh's: a millionth is
+// more than that can make.)
+bool Planner::too_long(const Crew& crew, const Extent& extent, int32_t heads, double limit) const {
+  if (!extent.longest) return false;
+  const Tile& t = *extent.longest;
+  const int32_t step = std::min(heads, t.heads()), next = next_cut(t, t.kv_begin, longest_run(limit, step));
+  double least = t.cost;  // it stays whole where slots do not suffice
+  if (next) least = std::min(least, unit_cost(crew, t, rulers[size_t(t.klass)].start(next) - t.kv_begin));
+  const double cuts = std::min(extent.by_leaves, extent.by_keys * heads / limit);
+  return step * least > (kGoodBalance + 1e-6) * ((extent.whole + cuts) / crew.workers);
 }
 
 // Cut, and find what the items would cost: their number, the longest of them, their mean load.
@@ -374,17 +420,25 @@ void Planner::weigh(const Crew& crew, Candidate& c, int32_t heads, double limit)
 void Planner::list_items(const Crew& crew, Candidate& c) {
   Item* items = c.items.need(c.count);
   double* costs = c.costs.need(c.count);
+  c.alike.clear();
+  int32_t first = 0;
   for (size_t i = crew.begin; i < crew.end; ++i) {
     const Tile& t = tiles[i];
     const int32_t step = std::min(c.heads, t.heads());
+    const int32_t ranges = t.heads() / step;
     if (!c.cuts) {
+      c.alike.push_back({int32_t(i), first, 1, ranges});
+      first += ranges;
+      const double cost = step * t.cost;
       for (int32_t head = t.head_begin; head < t.head_end; head += step)
-        *items++ = {int32_t(i), int32_t(i), head}, *costs++ = step * t.cost;
+        *items++ = {int32_t(i), int32_t(i), head}, *costs++ = cost;
       continue;
     }
     run_costs.clear();
     each_run(crew, c, i, [&](const Run& run, int32_t) { run_costs.push_back(step * unit_cost(crew, t, run)); });
     const int32_t first_run = c.run_begin[i - crew.begin], num_runs = int32_t(run_costs.size());
+    for (int32_t r = 0; r < num_runs; ++r) c.alike.push_back({int32_t(i), first + r, num_runs, ranges});
+    first += num_runs * ranges;
     for (int32_t head = t.head_begin; head < t.head_end; head += step)
       for (int32_t r = 0; r < num_runs; ++r)
         *items++ = {int32_t(i), first_run + r, head}, *costs++ = run_costs[size_t(r)];
@@ -401,11 +455,13 @@ void Planner::assign_lpt(const Crew& crew, Candidate& c) {
       sections[i] = int32_t((t.before + item.head * t.list_keys) / crew.traits->section);
     }
   }
-  c.time = time_of(crew, c, longest_first.assign(c.costs.get(), sections, c.count, crew.workers));
+  c.time = time_of(
+      crew, c, longest_first.assign(c.costs.get(), c.alike.data(), c.alike.size(), sections, c.count, crew.workers));
   if (!longest_first.one_each()) return deal(crew, c, longest_first.order(), longest_first.worker_of());
   c.worker_indptr.resize(size_t(crew.traits->num_workers) + 1);
-  int32_t next = 0;
-  for (int32_t& at : c.worker_indptr) at = next, next += next < int32_t(c.count);
+  int32_t* indptr = c.worker_indptr.data();
+  for (size_t w = 0; w < c.count; ++w) indptr[w] = int32_t(w);
+  std::fill(indptr + c.count, indptr + c.worker_indptr.size(), int32_t(c.count));
   std::copy(longest_first.order(), longest_first.order() + c.count, c.order.need(c.count));
 }
 
@@ -414,9 +470,11 @@ double Planner::time_of(const Crew& crew, const Candidate& c, double makespan) {
   const int32_t share = crew.traits->share, workers = crew.workers;
   if (!share) return makespan;
   const int32_t together = (workers + share - 1) / share;
-  load_of.assign(size_t(together), 0.0);
+  // Of one item each, longest first, the first multiprocessor has most.
+  const int32_t some = longest_first.one_each() && !crew.traits->section ? 1 : together;
+  load_of.assign(size_t(some), 0.0);
   for (int32_t first = 0; first < workers; first += together)
-    for (int32_t m = 0; m < together && first + m < workers; ++m)
+    for (int32_t m = 0; m < some && first + m < workers; ++m)
       load_of[size_t(m)] += longest_first.load(c.costs.get(), c.count, first + m);
   const double busiest = *std::max_element(load_of.begin(), load_of.end());
   return std::max(c.mean + crew.traits->busy * (busiest / share - c.mean), makespan / alone(crew));
@@ -476,7 +534,7 @@ bool Planner::form_crews(int64_t& needed) {
     crew.traits = &tr->crews[k];
     const auto mine = [this, k](const Tile& t) { return crew_of(t) == k; };
     crew.begin = begin;
-    if (k + 1 == tr->num_crews)
+    if (k + 1 == tr->num_crews || std::all_of(tiles.data() + begin, tiles.data() + tiles.size(), mine))
       begin = tiles.size();
     else
       begin = size_t(std::stable_partition(tiles.begin() + ptrdiff_t(begin), tiles.end(), mine) - tiles.begin());
@@ -509,10 +567,11 @@ void Planner::overlap() {
   const attnrt_crew& team = *last.traits;
   if (tr->num_crews < 2 || team.overlap <= 0.0) return;
   const double work = whole_cost(last) * team.unit;
+  if (work <= 0.0) return;
   double mine = 0.0;
   for (int k = 0; k + 1 < tr->num_crews; ++k)
     mine = mine + whole_cost(crews[k]) * tr->crews[k].unit / tr->crews[k].num_workers;
-  if (mine <= 0.0 || work <= 0.0) return;
+  if (mine <= 0.0) return;
   double best = std::numeric_limits<double>::infinity();
   for (int32_t workers = 1; workers <= team.num_workers; ++workers) {
     const double alone = work / workers;
@@ -559,12 +618,14 @@ void Planner::best_candidate(Crew& crew) {
   const double limit = lpt ? double(total) / workers : std::numeric_limits<double>::infinity();
   const int32_t heads = pr->num_kv_heads, most = lpt && tr->split_heads ? heads : 1;
   const bool one_head = most > 1 && crew.traits->section && crew.begin < crew.end;
+  const Extent extent = most > 1 ? extent_of(crew) : Extent();
   crew.best = nullptr;
   crew.next = &crew.pool[0];
   int32_t width = heads;
   for (int32_t n = one_head ? most : 1; n <= most; ++n) {
     if (heads % n) continue;
     width = heads / n;
+    if (n < most && too_long(crew, extent, width, limit)) continue;
     Candidate& c = *crew.next;
     weigh(crew, c, width, limit);
     if (n < most && c.longest > kGoodBalance * c.mean) continue;
@@ -695,9 +756,20 @@ void Planner::list_row(int64_t row, int32_t unit) {
 void Planner::take(int32_t* out) const {
   for (int k = 0; k < tr->num_crews; ++k) {
     const Candidate& c = *crews[k].best;
+    const int32_t* order = c.order.get();
+    const Item *items = c.items.get(), *before = nullptr;
     for (size_t i = 0; i < c.count; ++i) {
-      const int32_t id = c.order.get()[i];
-      const Item& item = c.items.get()[id];
+      const int32_t id = order[i];
+      const Item& item = items[id];
+      if (before && item.tile == before->tile && item.run == before->run) {  // the same under other heads
+        std::memcpy(out, out - kWorkFields, kWorkFields * sizeof *out);
+        const int32_t step = out[5] - out[4];
+        out[4] = item.head, out[5] = item.head + step;
+        before = &item;
+        out += kWorkFields;
+        continue;
+      }
+      before = &item;
       const Tile& t = tiles[size_t(item.tile)];
       const Run& run = run_at(c, size_t(item.tile), item.run);
       const int32_t step = std::min(t.heads(), c.heads);

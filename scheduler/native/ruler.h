@@ -14,15 +14,15 @@ class Ruler {
   }
 
   int32_t leaf_of(int64_t offset) const {
-    int i = k.num_spans - 1;
-    while (i > 0 && offset < k.span_start[i]) --i;
+    int i = 0;
+    while (i + 1 < k.num_spans && offset >= k.span_start[i + 1]) ++i;
     const int64_t in = offset - k.span_start[i];
     return int32_t(k.span_leaf[i] + (shift[i] >= 0 ? in >> shift[i] : in / k.span_size[i]));
   }
 
   int64_t start(int64_t leaf) const {
-    int i = k.num_spans - 1;
-    while (i > 0 && leaf < k.span_leaf[i]) --i;
+    int i = 0;
+    while (i + 1 < k.num_spans && leaf >= k.span_leaf[i + 1]) ++i;
     return k.span_start[i] + (leaf - k.span_leaf[i]) * k.span_size[i];
   }
 

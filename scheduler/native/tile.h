@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "lpt.h"
 #include "problem.h"
 
 constexpr int32_t kDirect = -1;
@@ -52,6 +53,7 @@ struct Candidate {
   std::vector<int32_t> run_begin;  // [tiles + 1]
   Buffer<Item> items;
   Buffer<double> costs;
+  std::vector<Alike> alike;  // all items, by kinds
   Buffer<int32_t> order;
   std::vector<int32_t> worker_indptr;
   size_t count = 0;   // items

@@ -225,10 +225,10 @@ for a in (attn, eager):
     a.plan(last, stream=7)
     trace()
     a.run(q, kv, out=out, stream=9)
-    seen = kinds()
+    seen = [kind for kind in kinds() if kind != "free"]  # which the garbage collector may do at any time
     assert seen[0] == "wait" and set(seen[1:]) == {"launch"}, seen  # for the load
     a.plan(last, stream=7)  # the run on 9 may still read the plan before
-    seen = kinds()
+    seen = [kind for kind in kinds() if kind != "free"]  # which the garbage collector may do at any time
     assert seen[:2] == ["record", "wait"] and seen[-2:] == ["copy", "record"], seen
     with short(a):  # which has been waited for: engines capture on one stream and plan on another
         a.plan(last, stream=7)

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
 namespace {
@@ -113,6 +114,12 @@ int first_row(const attnrt_first_part_t& part, const int32_t* item, const int32_
 
 // Workers whose first items are the same queries and keys under other heads share all but these: what lists and rows
 // say is looked up once for them. The last item of each kind, by a few bits of row and leaf.
+std::uint64_t pair(const int32_t* columns) {
+  std::uint64_t both;
+  std::memcpy(&both, columns, sizeof both);
+  return both;
+}
+
 struct Known {
   const FirstItem* like;
   const int32_t* merge;  // its merge row, or null
@@ -120,10 +127,11 @@ struct Known {
   // Whether another item's line differs from this one's in heads alone, whose lists are one.
   bool serves(const int32_t* item) const {
     const int32_t* mine = like->item;
-    const bool alike = std::memcmp(mine, item, kHeadBegin * sizeof *item) == 0 &&
-                       std::memcmp(mine + kKvBegin, item + kKvBegin, (kClass + 1 - kKvBegin) * sizeof *item) == 0;
+    // By pairs of columns: all but the heads, the fold and the cost.
+    const auto differ = [mine, item](int i) { return pair(mine + i) ^ pair(item + i); };
+    if (differ(kPart) | differ(kQBegin) | differ(kKvBegin) | differ(kLeafBegin) | differ(kSlot)) return false;
     const int head = item[kHeadBegin];
-    return alike && (merge ? merge[1] <= head && head < merge[2] : item[kSlot] < 0);
+    return merge ? merge[1] <= head && head < merge[2] : item[kSlot] < 0;
   }
 };
 const int kKnown = 128;
@@ -145,19 +153,19 @@ extern "C" int attnrt_cuda_first_items(const int32_t* items, const int32_t* work
       continue;
     }
     const int32_t* item = items + begin * kItemFields;
-    const attnrt_first_part_t& part = parts[item[kPart]];
     Known& known = kinds[(item[kRow] * 8 + item[kLeafBegin]) & (kKnown - 1)];
-    if (part.heads == 1 && known.like && known.serves(item)) {
+    if (known.like && known.serves(item)) {
       std::memcpy(&to->list, &known.like->list, sizeof *to - offsetof(FirstItem, list));
       if (known.merge) to->counter += item[kHeadBegin] - known.like->item[kHeadBegin];
     } else {
+      const attnrt_first_part_t& part = parts[item[kPart]];
       const int flags = first_list(part, item, rulers, kv_tile, *to);
       to->flags = kHasItem | flags | first_row(part, item, merge_rows, num_merges, *to, known.merge);
+      known.like = part.heads == 1 ? to : nullptr;
     }
     std::memcpy(to->item, item, sizeof to->item);
     to->next = begin + 1;
     to->end = end;
-    known.like = to;
   }
   return busy;
 }
