@@ -24,8 +24,8 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperResults<Config, Variant>;
   using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
-  using Base::idle_, Base::fetch_words, Base::look_at_own, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
-      Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
+  using Base::idle_, Base::fetch_words, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_,
+      Base::runs_, Base::rescale, Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
   using typename Base::Closing;
   using typename Base::Fate;
@@ -145,7 +145,11 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     if (kMasked ? !runs_ || negate_ : offset < whole_begin_ || offset + L::kTile > whole_end_) return;
     const int end = kMasked ? stop : min(stop, whole_end_ - L::kTile + 1);
     unsigned own[2];
-    if constexpr (kMasked) fetch_words(rows, offset);
+    typename Base::Spoken spoken;
+    if constexpr (kMasked) {
+      find_spoken(spoken, rows, offset);
+      fetch_words(rows, offset);
+    }
     unsigned next = (tile_ + 1) % 2;
     unsigned k = base_ + L::kOffsetK + next * L::kBytesK, v = base_ + L::kOffsetV + (1 - next) * L::kBytesV;
     const unsigned long long q =
@@ -165,7 +169,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ATTNRT_TRACE(group_, tile_, 3);
       k = 2 * (base_ + L::kOffsetK) + L::kBytesK - k;
       v = 2 * (base_ + L::kOffsetV) + L::kBytesV - v;
-      if constexpr (kMasked) look_at_own(own, rows, offset);
+      if constexpr (kMasked) look_at_spoken(own, spoken, rows, offset);
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(s);
       ATTNRT_TRACE(group_, tile_, 4);

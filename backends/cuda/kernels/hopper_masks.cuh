@@ -81,6 +81,55 @@ class HopperMasks : public HopperRows<Config, Variant> {
     fetch_words(rows, offset + L::kTile);
   }
 
+  // Tiles in which the mask says all: it speaks of every key to every row of the warp, and nothing else hides one. They
+  // begin at offsets from `begin` to `end`. `bit`: of the tile's first key of this lane's part, as an address of bits;
+  // negative for a row that is not there.
+  struct Spoken {
+    int begin, end;
+    long long bit[2];
+  };
+  __device__ __forceinline__ void find_spoken(Spoken& x, const Row (&rows)[2], int offset) const {
+    x.begin = 0;
+    x.end = 0x7fffffff;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row_of(half);
+      const long long bit = meta_.mask_bit[L::table(pass_)][r];
+      x.bit[half] = -1;
+      if (meta_.row[L::table(pass_)][r].x < 0) continue;
+      x.bit[half] = bit + offset + lane_ % kParts * 32;
+      x.begin = max(x.begin, max(rows[half].first, meta_.mask_from[L::table(pass_)][r]));
+      x.end = min(x.end, bit == kNoMask ? -1 : rows[half].last - L::kTile - 1);  // both words hold a bit that is seen
+    }
+    x.begin = __reduce_max_sync(0xffffffffu, x.begin);
+    x.end = __reduce_min_sync(0xffffffffu, x.end);
+  }
+  // As look_at_own.
+  __device__ __forceinline__ void look_at_spoken(unsigned (&own)[2], Spoken& x, const Row (&rows)[2], int offset) {
+    if (offset < x.begin || offset > x.end) {
+      look_at_own(own, rows, offset);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) x.bit[half] += x.bit[half] < 0 ? 0 : L::kTile;
+      return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned said = __funnelshift_r(ahead_.low[half], ahead_.high[half], static_cast<unsigned>(x.bit[half]));
+      own[half] = x.bit[half] < 0 ? 0xffffffffu : said;
+    }
+    offset += L::kTile;
+    if (offset > x.end) return fetch_words(rows, offset);
+    ahead_.offset = offset;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (x.bit[half] < 0) continue;
+      x.bit[half] += L::kTile;
+      const unsigned* word = reinterpret_cast<const unsigned*>((x.bit[half] >> 5) * 4);
+      ahead_.low[half] = word[0];
+      ahead_.high[half] = word[1];
+    }
+  }
+
   __device__ __forceinline__ unsigned bits_of(const unsigned (&own)[2], int part, int half) const {
     return __shfl_sync(0xffffffffu, own[half], part, 4) >> lane_ % 4 * 2;
   }
