@@ -371,6 +371,8 @@ inline void st_matrices(u32 a, u32 x0, u32 x1, u32 x2, u32 x3) {
 }
 inline void st_shared8(u32 a, const u32 (&x)[2]) { memcpy(emu::at(a), x, 8); }
 inline void ld_shared8(u32 (&x)[2], u32 a) { memcpy(x, emu::at(a), 8); }
+inline u32 load_if(bool yes, const u32* at) { return yes ? *at : 0; }
+inline u32 load_byte_if(bool yes, const unsigned char* at) { return yes ? *at : 0; }
 inline void forget() {}
 inline void computed(float, u32) {}
 inline void loaded(int) {}

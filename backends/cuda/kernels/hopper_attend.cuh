@@ -24,8 +24,8 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperResults<Config, Variant>;
   using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
-  using Base::idle_, Base::fetch_words, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_,
-      Base::runs_, Base::rescale, Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
+  using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
+      Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
   using typename Base::Closing;
   using typename Base::Fate;
@@ -57,10 +57,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
 #pragma unroll 1
     for (;;) {
       offset += L::kTile;
-      run_whole<false>(s, w, o, m, l, top, shrink, rows, leaf, offset, stop, add);
-      if constexpr (Variant::reads_index_mask) {
-        run_whole<true>(s, w, o, m, l, top, shrink, rows, leaf, offset, stop, add);
-      }
+      run_plain(s, w, o, m, l, top, shrink, rows, leaf, offset, stop, add);
       // The next tile: of this leaf, of the next leaf of this pass, or of the next pass.
       const int pass = pass_;
       bool ends = false, more = true;
@@ -133,23 +130,22 @@ class HopperConsumer : public HopperResults<Config, Variant> {
 
  private:
   // The same iteration for tiles of this leaf that all rows see whole, from `offset` on: most of a long row, without a
-  // branch but its own, and with everything that depends on the buffer's number a step ahead.
-  // kMasked: tiles that the index's mask speaks of, where positions run on.
-  template <bool kMasked>
-  __device__ __forceinline__ void run_whole(float (&s)[kS], unsigned (&w)[kS / 2], float (&o)[kO], float (&m)[2],
+  // branch but its own, and with everything that depends on the buffer's number a step ahead. Where there is a mask,
+  // tiles of which it speaks, too, if positions run on. (Two such loops would keep descriptors out of uniform
+  // registers: 30 moves before each product.)
+  __device__ __forceinline__ void run_plain(float (&s)[kS], unsigned (&w)[kS / 2], float (&o)[kO], float (&m)[2],
                                             float (&l)[2], float (&top)[2], float (&shrink)[2], const Row (&rows)[2],
                                             int leaf, int& offset, int stop, bool& add) {
     static_assert(L::kStages == 2, "buffers alternate");
+    constexpr bool kMasked = Variant::reads_index_mask;
     if (idle_) return pass_by(leaf, offset, stop);
     if (offset >= stop) return;
     if (kMasked ? !runs_ || negate_ : offset < whole_begin_ || offset + L::kTile > whole_end_) return;
     const int end = kMasked ? stop : min(stop, whole_end_ - L::kTile + 1);
+    bool whole = true;
     unsigned own[2];
     typename Base::Spoken spoken;
-    if constexpr (kMasked) {
-      find_spoken(spoken, rows, offset);
-      fetch_words(rows, offset);
-    }
+    if constexpr (kMasked) find_spoken(spoken, rows);
     unsigned next = (tile_ + 1) % 2;
     unsigned k = base_ + L::kOffsetK + next * L::kBytesK, v = base_ + L::kOffsetV + (1 - next) * L::kBytesV;
     const unsigned long long q =
@@ -169,12 +165,15 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ATTNRT_TRACE(group_, tile_, 3);
       k = 2 * (base_ + L::kOffsetK) + L::kBytesK - k;
       v = 2 * (base_ + L::kOffsetV) + L::kBytesV - v;
-      if constexpr (kMasked) look_at_spoken(own, spoken, rows, offset);
+      if constexpr (kMasked) {
+        whole = offset >= whole_begin_ && offset + L::kTile <= whole_end_;
+        if (!whole) look_at_spoken(own, spoken, rows, offset);
+      }
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(s);
       ATTNRT_TRACE(group_, tile_, 4);
-      this->template hooks<!kMasked>(s, rows, tile_ + 1, offset);
-      if constexpr (kMasked) mask_own(s, own);
+      this->template hooks<true>(s, rows, tile_ + 1, offset);
+      if (kMasked && !whole) mask_own(s, own);
       release(meta_.k_empty[next]);
       raise(s, m, top, shrink);
       ptx::wgmma_wait<0>();

@@ -82,39 +82,38 @@ class HopperMasks : public HopperRows<Config, Variant> {
   }
 
   // Tiles in which the mask says all: it speaks of every key to every row of the warp, and nothing else hides one. They
-  // begin at offsets from `begin` to `end`. `bit`: of the tile's first key of this lane's part, as an address of bits;
-  // negative for a row that is not there.
+  // begin at offsets from `begin` to `end`. `bit`: of offset 0 for this lane's part, as an address of bits; negative
+  // for a row that is not there.
   struct Spoken {
     int begin, end;
     long long bit[2];
   };
-  __device__ __forceinline__ void find_spoken(Spoken& x, const Row (&rows)[2], int offset) const {
+  __device__ __forceinline__ void find_spoken(Spoken& x, const Row (&rows)[2]) const {
     x.begin = 0;
     x.end = 0x7fffffff;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row_of(half);
       const long long bit = meta_.mask_bit[L::table(pass_)][r];
-      x.bit[half] = -1;
-      if (meta_.row[L::table(pass_)][r].x < 0) continue;
-      x.bit[half] = bit + offset + lane_ % kParts * 32;
-      x.begin = max(x.begin, max(rows[half].first, meta_.mask_from[L::table(pass_)][r]));
-      x.end = min(x.end, bit == kNoMask ? -1 : rows[half].last - L::kTile - 1);  // both words hold a bit that is seen
+      const bool there = meta_.row[L::table(pass_)][r].x >= 0;
+      const int from = max(rows[half].first, meta_.mask_from[L::table(pass_)][r]);
+      const int end = bit == kNoMask ? -1 : rows[half].last - L::kTile - 1;  // both words hold a bit that is seen
+      x.bit[half] = there && bit != kNoMask ? bit + lane_ % kParts * 32 : -1;
+      x.begin = max(x.begin, there ? from : 0);
+      x.end = min(x.end, there ? end : 0x7fffffff);
     }
     x.begin = __reduce_max_sync(0xffffffffu, x.begin);
     x.end = __reduce_min_sync(0xffffffffu, x.end);
   }
   // As look_at_own.
-  __device__ __forceinline__ void look_at_spoken(unsigned (&own)[2], Spoken& x, const Row (&rows)[2], int offset) {
-    if (offset < x.begin || offset > x.end) {
-      look_at_own(own, rows, offset);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) x.bit[half] += x.bit[half] < 0 ? 0 : L::kTile;
-      return;
-    }
+  __device__ __forceinline__ void look_at_spoken(unsigned (&own)[2], const Spoken& x, const Row (&rows)[2],
+                                                 int offset) {
+    if (ahead_.offset != offset) fetch_words(rows, offset);
+    if (offset < x.begin || offset > x.end) return look_at_own(own, rows, offset);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const unsigned said = __funnelshift_r(ahead_.low[half], ahead_.high[half], static_cast<unsigned>(x.bit[half]));
+      const unsigned shift = static_cast<unsigned>(x.bit[half]) + static_cast<unsigned>(offset);
+      const unsigned said = __funnelshift_r(ahead_.low[half], ahead_.high[half], shift);
       own[half] = x.bit[half] < 0 ? 0xffffffffu : said;
     }
     offset += L::kTile;
@@ -122,11 +121,9 @@ class HopperMasks : public HopperRows<Config, Variant> {
     ahead_.offset = offset;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (x.bit[half] < 0) continue;
-      x.bit[half] += L::kTile;
-      const unsigned* word = reinterpret_cast<const unsigned*>((x.bit[half] >> 5) * 4);
-      ahead_.low[half] = word[0];
-      ahead_.high[half] = word[1];
+      const unsigned* word = reinterpret_cast<const unsigned*>((x.bit[half] + offset >> 5) * 4);
+      ahead_.low[half] = ptx::load_if(x.bit[half] >= 0, word);
+      ahead_.high[half] = ptx::load_if(x.bit[half] >= 0, word + 1);
     }
   }
 
@@ -165,13 +162,12 @@ class HopperMasks : public HopperRows<Config, Variant> {
     ragged = __any_sync(0xffffffffu, ragged);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      ahead_.low[half] = ahead_.high[half] = 0;
       if (!ragged) {
-        if (low[half]) ahead_.low[half] = word[half][0];
-        if (high[half]) ahead_.high[half] = word[half][1];
+        ahead_.low[half] = ptx::load_if(low[half], word[half]);
+        ahead_.high[half] = ptx::load_if(high[half], word[half] + 1);
       } else {
-        if (low[half]) ahead_.low[half] = load_bytes(word[half], bits[half]);
-        if (high[half]) ahead_.high[half] = load_bytes(word[half] + 1, bits[half] - 32);
+        ahead_.low[half] = load_bytes(word[half], low[half] ? bits[half] : 0);
+        ahead_.high[half] = load_bytes(word[half] + 1, high[half] ? bits[half] - 32 : 0);
       }
     }
   }
@@ -179,9 +175,9 @@ class HopperMasks : public HopperRows<Config, Variant> {
   // The bytes of a word that hold some of its first so many bits.
   __device__ __forceinline__ static unsigned load_bytes(const unsigned* word, int bits) {
     unsigned x = 0;
-#pragma unroll 1
-    for (int i = 0; i < min(bits, 32); i += 8) {
-      x |= static_cast<unsigned>(reinterpret_cast<const unsigned char*>(word)[i / 8]) << i;
+#pragma unroll
+    for (int i = 0; i < 32; i += 8) {
+      x |= ptx::load_byte_if(i < bits, reinterpret_cast<const unsigned char*>(word) + i / 8) << i;
     }
     return x;
   }
@@ -322,16 +318,13 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
   // Bits of 32 keys from offset `start` on, and the index's mask. Only bytes of keys that are seen are read.
   __device__ __forceinline__ unsigned masked_bits(const Wanted& row, int start, unsigned bits) const {
-    if (row.mask_bit == kNoMask) return bits;
-    const int before = row.mask_from - start;  // keys that the mask does not speak of
-    const unsigned asked = bits & (before <= 0 ? 0xffffffffu : before >= 32 ? 0u : 0xffffffffu << before);
-    if (asked == 0) return bits;
+    const unsigned asked = row.mask_bit == kNoMask ? 0u : bits & ~low_bits(row.mask_from - start);
     const long long first = row.mask_bit + start;
     const long long from = (first + __ffs(asked) - 1) >> 3, last = (first + 31 - __clz(asked)) >> 3;
     unsigned value[5], found = 0;  // 32 bits lie in five bytes at the most; all are asked for before one is used
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
-      value[i] = from + i <= last ? *reinterpret_cast<const unsigned char*>(from + i) : 0;
+      value[i] = ptx::load_byte_if(asked && from + i <= last, reinterpret_cast<const unsigned char*>(from + i));
     }
 #pragma unroll
     for (int i = 0; i < 5; ++i) {

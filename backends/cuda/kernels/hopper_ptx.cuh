@@ -78,6 +78,22 @@ ATTNRT_DEV void computed(float x, u32 addr) {
                : "memory");
 }
 
+// A word, or a byte, of global memory, or 0, without a branch: behind one ptxas would not trust the warp to be whole
+// again, and keep what all its lanes share out of uniform registers.
+ATTNRT_DEV u32 load_if(bool yes, const u32* at) {
+  u32 x;
+  asm("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; @p ld.global.u32 %0, [%1];}"
+      : "=r"(x)
+      : "l"(at), "r"(static_cast<u32>(yes)));
+  return x;
+}
+ATTNRT_DEV u32 load_byte_if(bool yes, const unsigned char* at) {
+  u32 x;
+  asm("{.reg .pred p; setp.ne.u32 p, %2, 0; mov.u32 %0, 0; @p ld.global.u8 %0, [%1];}"
+      : "=r"(x)
+      : "l"(at), "r"(static_cast<u32>(yes)));
+  return x;
+}
 // The compiler reads again what it has read from memory before, instead of keeping it.
 ATTNRT_DEV void forget() { asm volatile("" ::: "memory"); }
 
