@@ -42,7 +42,7 @@ _Step: Any = None  # a checkout that has not been built, or not since: every ste
 with contextlib.suppress(ImportError):
     from attnrt import _step_native
 
-    if _step_native.REVISION == 4:
+    if _step_native.REVISION == 5:
         _Step = _step_native.Step
 
 __all__ = ["Stepper"]
@@ -110,18 +110,21 @@ class Stepper:
         done = self._native.load(index, stream)
         if done.__class__ is not tuple:  # a number is the driver's error, which the long way meets and raises
             return None
-        *later, slots, turn = done
-        plan = plan_of(runtime.spec, index, self._traits, self.deterministic, tuple(later), slots)
-        self._note(plan, self._ring[1][turn], stream)
-        needs, before = Needs.of(plan), runtime.needs
-        same = needs.num_rows == before.num_rows and needs.page_size == before.page_size
-        runtime.follow(plan, needs, self._fits and same and needs.slots <= runtime.capacity)
+        later, used, turn = done
+        plan = plan_of(runtime.spec, index, self._traits, self.deterministic, later, used)
+        self._note(runtime, plan, self._ring[1][turn], stream)
+        needs = before = runtime.needs
+        size = index.block_size[1]
+        same = before.num_rows == index.num_qo and before.page_size == size
+        slots, affine = (index.max_block + 1) * size, index.kv_base is not None
+        if not same or before.slots != slots or before.affine != affine:  # else even the record is the same
+            needs = Needs.of(plan)
+        runtime.follow(plan, needs, same and self._fits and needs.slots <= runtime.capacity)
         self._fits = self._per_row > 0
         return plan
 
-    def _note(self, plan: Plan, event: Any, stream: int) -> None:
+    def _note(self, runtime: Runtime, plan: Plan, event: Any, stream: int) -> None:
         """What Workspace.load leaves behind, its records made when somebody asks for them."""
-        runtime = self._runtime
         workspace, tenant, device = runtime.workspace, runtime.tenant, runtime.device
         index, cell, size = plan.index, tenant.cell, tenant.layout
         resident = workspace.residents[0]

@@ -56,9 +56,9 @@ constexpr int kPartPointerCount = 14, kPartQueries = kPartPointerCount * 8 + 16;
 struct Fixed {
   std::uint64_t plan, take, send, wait, traits;
   std::int64_t num_kv_heads, group, mode, left, right, max_slots;
-  std::int64_t workers, own_workers;                                        // with the teams'; without
-  std::int64_t max_requests, max_rows, max_entries, num_pages;              // -1: no limit
-  std::int64_t max_qo_len, max_kv_len, min_qo_len;                          // of one request; the same
+  std::int64_t workers, own_workers;                            // with the teams'; without
+  std::int64_t max_requests, max_rows, max_entries, num_pages;  // -1: no limit
+  std::int64_t max_qo_len, max_kv_len, min_qo_len;              // of one request; the same
   std::int64_t align, device, cell, plan_room, header, index_room, slots_room;
   std::int64_t part_at;           // of a header's first part
   std::int64_t counters_per_row;  // of a merge row
@@ -338,7 +338,7 @@ PyObject* decline() {
   Py_RETURN_NONE;
 }
 
-// load(index, stream) -> (plan's arrays, items, merges, entries, slots, turn of the ring), or None: the long way, and
+// load(index, stream) -> ((plan's arrays, items, merges, entries), slots, turn of the ring), or None: the long way, and
 // nothing has changed. An int: the driver's error.
 PyObject* step_load(PyObject* object, PyObject* const* args, Py_ssize_t n) {
   Step& s = *reinterpret_cast<Step*>(object);
@@ -398,7 +398,7 @@ PyObject* step_load(PyObject* object, PyObject* const* args, Py_ssize_t n) {
         } else {
           if (!resident) remember(s, index, requests);
           s.sent[s.turn] = true;
-          result = Py_BuildValue("OLLLLi", plan, counts.items, counts.merges, counts.entries, counts.slots, s.turn);
+          result = Py_BuildValue("(OLLL)Li", plan, counts.items, counts.merges, counts.entries, counts.slots, s.turn);
           s.turn = (s.turn + 1) % kRing;
         }
       }
@@ -483,6 +483,6 @@ PyMODINIT_FUNC PyInit__step_native() {
   if (!module || !type || PyModule_AddObjectRef(module, "Step", type) < 0) return nullptr;
   Py_DECREF(type);
   // Raised with every change of Fixed or of what lies where; attnrt/step.py knows the same number.
-  if (PyModule_AddIntConstant(module, "REVISION", 4) < 0) return nullptr;
+  if (PyModule_AddIntConstant(module, "REVISION", 5) < 0) return nullptr;
   return module;
 }

@@ -758,18 +758,18 @@ void Planner::take(int32_t* out) const {
     const Candidate& c = *crews[k].best;
     const int32_t* order = c.order.get();
     const Item *items = c.items.get(), *before = nullptr;
+    const int32_t* like = nullptr;  // what was written for `before`
     for (size_t i = 0; i < c.count; ++i) {
       const int32_t id = order[i];
       const Item& item = items[id];
       if (before && item.tile == before->tile && item.run == before->run) {  // the same under other heads
-        std::memcpy(out, out - kWorkFields, kWorkFields * sizeof *out);
-        const int32_t step = out[5] - out[4];
-        out[4] = item.head, out[5] = item.head + step;
-        before = &item;
+        // Not of the line just before: reading whole what has just been written in pieces would wait for it each time.
+        std::memcpy(out, like, kWorkFields * sizeof *out);
+        out[4] = item.head, out[5] = item.head + like[5] - like[4];
         out += kWorkFields;
         continue;
       }
-      before = &item;
+      before = &item, like = out;
       const Tile& t = tiles[size_t(item.tile)];
       const Run& run = run_at(c, size_t(item.tile), item.run);
       const int32_t step = std::min(t.heads(), c.heads);
