@@ -11,16 +11,14 @@ leaf boundary, and states fold in leaf order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.assign import check_assignment, split_limit
-from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, Sharing, WorkList
-from attnrt.scheduler.problem import Problem, scattered
+from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, WorkList
+from attnrt.scheduler.costs import Candidate, Crew, least, score, time_of, total, unit_cost, whole_cost
+from attnrt.scheduler.problem import Problem
 from attnrt.scheduler.tiles import Tile, find_tiles, mark_rows, rows_of, units_of
 
 __all__ = ["GOOD_BALANCE", "MANY_ITEMS", "plan_python"]
@@ -41,35 +39,6 @@ SHORTER_RUNS = (2, 4, 8)
 LONGER_RUNS = (2, 4)
 
 _INT32_MAX = (1 << 31) - 1
-
-
-@dataclass(slots=True, kw_only=True)
-class Crew:
-    """Workers that share a kernel: number and costs of them (a Traits or a Team), their tiles, and the section of each list."""
-
-    traits: Any
-    tiles: list[Tile]
-    sections: dict[tuple[int, int, int], int]
-    workers: int  # that may have items
-
-
-@dataclass(slots=True, kw_only=True)
-class Candidate:
-    """One way to cut: runs (kv_begin, kv_end, leaf_begin, leaf_end, slot, fold) per tile, and what came of it."""
-
-    runs: list[list[tuple[int, int, int, int, int, int]]]
-    slots: int
-    cuts: int
-    items: np.ndarray
-    costs: np.ndarray
-    requests: np.ndarray
-    sections: np.ndarray
-    mean: float
-    longest: float
-    states: int  # of the row with most
-    order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    worker_indptr: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    time: float = 0.0
 
 
 def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
@@ -132,10 +101,10 @@ def _overlap(problem: Problem, crews: list[Crew]) -> None:
     last = crews[-1].traits
     if len(crews) < 2 or last.overlap <= 0.0:
         return
-    mine, work = 0.0, _whole_cost(problem, crews[-1]) * last.unit
+    mine, work = 0.0, whole_cost(problem, crews[-1]) * last.unit
     for i, crew in enumerate(crews[:-1]):
         unit = crew.traits.unit if i else 1.0
-        mine = mine + _whole_cost(problem, crew) * unit / crew.traits.num_workers
+        mine = mine + whole_cost(problem, crew) * unit / crew.traits.num_workers
     if mine <= 0.0 or work <= 0.0:
         return
     best = math.inf
@@ -145,17 +114,6 @@ def _overlap(problem: Problem, crews: list[Crew]) -> None:
         end = alone if mine <= done else alone + (mine - done)
         if end < best:
             best, crews[-1].workers = end, workers
-
-
-def _whole_cost(problem: Problem, crew: Crew) -> float:
-    """Cost of a crew's tiles without a cut."""
-    return _sum(tile.heads * _unit_cost(problem, crew, tile, float(tile.keys)) for tile in crew.tiles)
-
-
-def _unit_cost(problem: Problem, crew: Crew, tile: Tile, keys: float) -> float:
-    """Cost of so many keys of a tile for one KV head."""
-    t, rows = crew.traits, float(tile.queries * problem.group)
-    return t.fixed + t.alpha * rows + t.beta * keys + t.beta_rows * rows * keys
 
 
 def _sections(problem: Problem, tiles: list[Tile], size: int) -> dict[tuple[int, int, int], int]:
@@ -208,7 +166,7 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
         _assign(problem, crew, candidate)
         best = (
             candidate
-            if best is None or _score(problem, crew, candidate) < _score(problem, crew, best)
+            if best is None or score(problem, crew, candidate) < score(problem, crew, best)
             else best
         )
         if not candidate.cuts and candidate.time <= GOOD_BALANCE * candidate.mean:
@@ -227,48 +185,18 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
             continue  # no leaf to cut at
         count = len(candidate.items)
         _assign(problem, crew, candidate)
-        best = candidate if _score(problem, crew, candidate) < _score(problem, crew, best) else best
+        best = candidate if score(problem, crew, candidate) < score(problem, crew, best) else best
     count = first
-    for longer in LONGER_RUNS if _sharing(crew) and best.cuts else ():
+    for longer in LONGER_RUNS if crew.sharing and best.cuts else ():
         candidate = _candidate(problem, crew, width, limit * longer, room)
         if len(candidate.items) >= count:
             continue
         count = len(candidate.items)
-        if _least(problem, crew, candidate) >= _score(problem, crew, best):
+        if least(problem, crew, candidate) >= score(problem, crew, best):
             continue
         _assign(problem, crew, candidate)
-        best = candidate if _score(problem, crew, candidate) < _score(problem, crew, best) else best
+        best = candidate if score(problem, crew, candidate) < score(problem, crew, best) else best
     return best
-
-
-def _score(problem: Problem, crew: Crew, candidate: Candidate) -> float:
-    """Time, and what cuts cost beside it."""
-    return candidate.time + _cost_of_cuts(problem, crew, candidate)
-
-
-def _least(problem: Problem, crew: Crew, candidate: Candidate) -> float:
-    """What a candidate scores at least, however its items are assigned."""
-    alone = candidate.longest / _alone(problem, crew)
-    return max(candidate.mean, alone) + _cost_of_cuts(problem, crew, candidate)
-
-
-def _cost_of_cuts(problem: Problem, crew: Crew, candidate: Candidate) -> float:
-    """Of merges, and of second items."""
-    sharing = _sharing(crew)
-    if sharing is None:
-        return crew.traits.fixed * problem.num_kv_heads if candidate.cuts else 0.0
-    merge = sharing.merge + sharing.fold * candidate.states if candidate.cuts else 0.0
-    return merge + (sharing.again if len(candidate.items) > crew.workers else 0.0)
-
-
-def _sharing(crew: Crew) -> Sharing | None:
-    return getattr(crew.traits, "sharing", None)  # a team's workers share nothing
-
-
-def _alone(problem: Problem, crew: Crew) -> float:
-    sharing = _sharing(crew)
-    assert sharing is not None
-    return sharing.scattered if scattered(problem.parts, sharing.run) else sharing.alone
 
 
 def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tuple[int, int]) -> Candidate:
@@ -281,7 +209,7 @@ def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tup
         step = min(heads, tile.heads)
         for head in range(tile.head_begin, tile.head_end, step):
             for lo, hi, leaf_begin, leaf_end, slot, fold in tile_runs:
-                costs.append(step * _unit_cost(problem, crew, tile, float(hi - lo)))
+                costs.append(step * unit_cost(problem, crew, tile, float(hi - lo)))
                 where = (tile.part, tile.row, tile.q_begin, tile.q_end, head, head + step)
                 rows.append((*where, lo, hi, leaf_begin, leaf_end, slot, tile.klass, fold, 0))
                 requests.append(int(problem.parts[tile.part].request[tile.q_begin]))
@@ -297,7 +225,7 @@ def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tup
         costs=cost,
         requests=np.asarray(requests, np.int64),
         sections=np.asarray(sections, np.int64),
-        mean=_sum(cost.tolist()) / crew.workers,
+        mean=total(cost.tolist()) / crew.workers,
         longest=float(cost.max(initial=0.0)),
         states=max(
             (
@@ -319,25 +247,10 @@ def _assign(problem: Problem, crew: Crew, candidate: Candidate) -> None:
         result = problem.scheduler.assign(cost, workers)
     candidate.order, candidate.worker_indptr = check_assignment(result, len(cost), workers)
     at = candidate.worker_indptr
-    loads = [_sum(cost[candidate.order[at[w] : at[w + 1]]].tolist()) for w in range(workers)]
-    candidate.time = _time(problem, crew, candidate.mean, loads)
+    loads = [total(cost[candidate.order[at[w] : at[w + 1]]].tolist()) for w in range(workers)]
+    candidate.time = time_of(problem, crew, candidate.mean, loads)
     idle = np.full(crew.traits.num_workers - workers, len(cost), np.int32)
     candidate.worker_indptr = np.concatenate((at, idle))
-
-
-def _time(problem: Problem, crew: Crew, mean: float, loads: list[float]) -> float:
-    """The busiest worker's; where workers share multiprocessors, as Sharing says."""
-    makespan, sharing = max(loads, default=0.0), _sharing(crew)
-    if sharing is None:
-        return makespan
-    count = -(-len(loads) // sharing.workers)
-    busiest = max((_sum(loads[m::count]) for m in range(count)), default=0.0)
-    return max(mean + sharing.busy * (busiest / sharing.workers - mean), makespan / _alone(problem, crew))
-
-
-def _sum(values: Iterable[float]) -> float:
-    """Left to right, as the C++ planner adds (NumPy adds pairwise)."""
-    return sum(values, 0.0)
 
 
 def _costs(scheduler: object, items: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the planner works on: runs of keys, query tiles, items, states, and one way to cut.
+// What the planner works on: runs of keys, query tiles, items, and one way to cut.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +14,14 @@ constexpr int32_t kDirect = -1;
 
 struct Run {
   int32_t kv_begin, kv_end, leaf_begin, leaf_end, slot, fold;
+
+  // Partial states of each of its rows.
+  int32_t states() const { return slot == kDirect ? 0 : fold ? 1 : leaf_end - leaf_begin; }
 };
 
 // Nearest integer, halves to even, at most the largest int32: adding 1.5 * 2^52 leaves no room for a fraction, and
 // unlike nearbyint it is no call.
-int32_t rounded(double cost) {
+inline int32_t rounded(double cost) {
   if (cost >= 2147483647.0) return 2147483647;
   const double shifted = cost + 6755399441055744.0;
   return int32_t(shifted - 6755399441055744.0);
@@ -37,14 +40,17 @@ struct Tile : Run {
   int64_t queries() const { return q_end - q_begin; }
   int64_t keys() const { return int64_t(kv_end) - kv_begin; }
   int32_t heads() const { return head_end - head_begin; }
+  // Partial slots while it is not cut.
+  int64_t whole_slots() const { return slot == kDirect ? 0 : (fold ? 1 : leaf_end - leaf_begin) * queries(); }
 };
+
+// Whether a tile in so many runs finishes its rows by itself.
+inline bool is_direct(const attnrt_problem& problem, const Tile& t, size_t num_runs) {
+  return t.whole && num_runs == 1 && !(problem.pairwise && t.leaf_end - t.leaf_begin > 1);
+}
 
 struct Item {
   int32_t tile, run, head;
-};
-
-struct State {
-  int32_t leaf, slot;
 };
 
 // One way to cut and what came of it.
@@ -75,3 +81,11 @@ struct Crew {
   Candidate* best = nullptr;
   Candidate* next = nullptr;  // the other one
 };
+
+// f(run) for the runs of a crew's tile under a candidate.
+template <class F>
+void each_run(const std::vector<Tile>& tiles, const Crew& crew, const Candidate& c, size_t tile, F&& f) {
+  if (c.cuts == 0) return f(static_cast<const Run&>(tiles[tile]));
+  const size_t at = tile - crew.begin;
+  for (int32_t r = c.run_begin[at]; r < c.run_begin[at + 1]; ++r) f(c.runs[size_t(r)]);
+}

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What items cost, and how long a way to cut takes, for the readable planner: the prices of the traits, and the model of workers
+that share a multiprocessor (``scheduler/base.py``, Sharing; fitted to measured runs, docs/performance.md E11).
+
+``native/costs.h`` is the same in C++, with sums in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from attnrt.scheduler.base import Sharing
+from attnrt.scheduler.problem import Problem, scattered
+from attnrt.scheduler.tiles import Tile
+
+__all__ = ["Candidate", "Crew", "least", "score", "time_of", "total", "unit_cost", "whole_cost"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Crew:
+    """Workers that share a kernel: number and costs of them (a Traits or a Team), their tiles, and the section of each list."""
+
+    traits: Any
+    tiles: list[Tile]
+    sections: dict[tuple[int, int, int], int]
+    workers: int  # that may have items
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """None: these workers share nothing, as those of a team."""
+        return getattr(self.traits, "sharing", None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """One way to cut: runs (kv_begin, kv_end, leaf_begin, leaf_end, slot, fold) per tile, and what came of it."""
+
+    runs: list[list[tuple[int, int, int, int, int, int]]]
+    slots: int
+    cuts: int
+    items: np.ndarray
+    costs: np.ndarray
+    requests: np.ndarray
+    sections: np.ndarray
+    mean: float
+    longest: float
+    states: int  # of the row with most
+    order: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    worker_indptr: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    time: float = 0.0
+
+
+def whole_cost(problem: Problem, crew: Crew) -> float:
+    """Cost of a crew's tiles without a cut."""
+    return total(tile.heads * unit_cost(problem, crew, tile, float(tile.keys)) for tile in crew.tiles)
+
+
+def unit_cost(problem: Problem, crew: Crew, tile: Tile, keys: float) -> float:
+    """Cost of so many keys of a tile for one KV head."""
+    t, rows = crew.traits, float(tile.queries * problem.group)
+    return t.fixed + t.alpha * rows + t.beta * keys + t.beta_rows * rows * keys
+
+
+def score(problem: Problem, crew: Crew, candidate: Candidate) -> float:
+    """Time, and what cuts cost beside it."""
+    return candidate.time + _cost_of_cuts(problem, crew, candidate)
+
+
+def least(problem: Problem, crew: Crew, candidate: Candidate) -> float:
+    """What a candidate scores at least, however its items are assigned."""
+    alone = candidate.longest / _alone(problem, crew)
+    return max(candidate.mean, alone) + _cost_of_cuts(problem, crew, candidate)
+
+
+def _cost_of_cuts(problem: Problem, crew: Crew, candidate: Candidate) -> float:
+    """Of merges, and of second items."""
+    sharing = crew.sharing
+    if sharing is None:
+        return crew.traits.fixed * problem.num_kv_heads if candidate.cuts else 0.0
+    merge = sharing.merge + sharing.fold * candidate.states if candidate.cuts else 0.0
+    return merge + (sharing.again if len(candidate.items) > crew.workers else 0.0)
+
+
+def _alone(problem: Problem, crew: Crew) -> float:
+    sharing = crew.sharing
+    assert sharing is not None
+    return sharing.scattered if scattered(problem.parts, sharing.run) else sharing.alone
+
+
+def time_of(problem: Problem, crew: Crew, mean: float, loads: list[float]) -> float:
+    """The busiest worker's; where workers share multiprocessors, as Sharing says."""
+    makespan, sharing = max(loads, default=0.0), crew.sharing
+    if sharing is None:
+        return makespan
+    count = -(-len(loads) // sharing.workers)
+    busiest = max((total(loads[m::count]) for m in range(count)), default=0.0)
+    return max(mean + sharing.busy * (busiest / sharing.workers - mean), makespan / _alone(problem, crew))
+
+
+def total(values: Iterable[float]) -> float:
+    """Left to right, as the C++ planner adds (NumPy adds pairwise)."""
+    return sum(values, 0.0)

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// What items cost, and how long a way to cut takes: the prices of the traits, and the model of workers that share a
+// multiprocessor (scheduler/base.py, Sharing). Sums run in the order of scheduler/costs.py.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "lpt.h"
+#include "problem.h"
+#include "tile.h"
+
+constexpr double kGoodBalance = 1.05;
+
+// Keys of a run at most, of so many heads.
+inline int64_t longest_run(double limit, int32_t heads) {
+  return std::max<int64_t>(1, int64_t(std::ceil(limit / heads)));
+}
+
+// The leaf before which a run of a tile from key `begin` on ends; 0: it goes on to the tile's end. An eighth more than
+// `longest` is not worth a cut.
+inline int32_t next_cut(const Ruler& ruler, const Tile& t, int64_t begin, int64_t longest) {
+  if (t.kv_end - begin <= longest + longest / 8) return 0;
+  const int32_t next = ruler.leaf_of(begin + longest - 1) + 1;
+  return ruler.start(next) < t.kv_end ? next : 0;
+}
+
+class Costs {
+ public:
+  void of(const attnrt_problem& problem) { pr = &problem; }
+
+  // So many keys of a tile for one KV head.
+  double unit(const Crew& crew, const Tile& t, int64_t keys) const {
+    const attnrt_crew& cost = *crew.traits;
+    const double rows = double(t.queries() * pr->group), size = double(keys);
+    return cost.fixed + cost.alpha * rows + cost.beta * size + cost.beta_rows * rows * size;
+  }
+  double unit(const Crew& crew, const Tile& t, const Run& run) const {
+    return unit(crew, t, int64_t(run.kv_end) - run.kv_begin);
+  }
+
+  // All tiles of a crew, uncut.
+  double whole(const Crew& crew, const std::vector<Tile>& tiles) const {
+    double sum = 0.0;
+    for (size_t i = crew.begin; i < crew.end; ++i) sum += tiles[i].heads() * unit(crew, tiles[i], tiles[i]);
+    return sum;
+  }
+
+  // A candidate's time after `assigned` gave its items away with this makespan: the busiest worker's, or, where workers
+  // share multiprocessors, as Sharing says.
+  double time(const Crew& crew, const Candidate& c, const LongestFirst& assigned, double makespan) {
+    const int32_t share = crew.traits->share, workers = crew.workers;
+    if (!share) return makespan;
+    const int32_t together = (workers + share - 1) / share;
+    // Of one item each, longest first, the first multiprocessor has most.
+    const int32_t some = assigned.one_each() && !crew.traits->section ? 1 : together;
+    load_of.assign(size_t(some), 0.0);
+    for (int32_t first = 0; first < workers; first += together)
+      for (int32_t m = 0; m < some && first + m < workers; ++m)
+        load_of[size_t(m)] += assigned.load(c.costs.get(), c.count, first + m);
+    const double busiest = *std::max_element(load_of.begin(), load_of.end());
+    return std::max(c.mean + crew.traits->busy * (busiest / share - c.mean), makespan / alone(crew));
+  }
+
+  // Of merges, and of second items.
+  double of_cuts(const Crew& crew, const Candidate& c) const {
+    const attnrt_crew& t = *crew.traits;
+    if (!t.share) return c.cuts ? t.fixed * pr->num_kv_heads : 0.0;
+    const double merge = c.cuts ? t.merge + t.fold * double(c.states) : 0.0;
+    return merge + (int64_t(c.count) > crew.workers ? t.again : 0.0);
+  }
+
+  double score(const Crew& crew, const Candidate& c) const { return c.time + of_cuts(crew, c); }
+
+  // What a candidate scores at least, however its items are assigned.
+  double least(const Crew& crew, const Candidate& c) const {
+    return std::max(c.mean, c.longest / alone(crew)) + of_cuts(crew, c);
+  }
+
+ private:
+  double alone(const Crew& crew) const { return pr->scattered ? crew.traits->scattered : crew.traits->alone; }
+
+  const attnrt_problem* pr = nullptr;
+  std::vector<double> load_of;  // of multiprocessors
+};
+
+// What is known of a crew's tiles before any is cut: bounds of all candidates.
+class Extent {
+ public:
+  void of(const Costs& costs, const Crew& crew, const std::vector<Tile>& tiles) {
+    costliest = nullptr;
+    whole = by_leaves = by_keys = 0.0;
+    for (size_t i = crew.begin; i < crew.end; ++i) {
+      const Tile& t = tiles[i];
+      const double start = t.heads() * std::max(0.0, costs.unit(crew, t, 0));
+      whole += t.heads() * t.cost;
+      by_leaves += start * double(std::max(0, t.leaf_end - t.leaf_begin - 1));
+      by_keys += start * double(t.keys());
+      if (!costliest || t.cost > costliest->cost) costliest = &t;
+    }
+  }
+
+  // Whether a candidate's longest item is certain to be longer than is good, found without a cut: the first run of the
+  // costliest tile is, beside a mean of more cuts than there can be. (Sums in another order than a candidate's mean: a
+  // millionth is more than that can make.)
+  bool too_long(const Costs& costs, const Crew& crew, const std::vector<Ruler>& rulers, int32_t heads,
+                double limit) const {
+    if (!costliest) return false;
+    const Tile& t = *costliest;
+    const Ruler& ruler = rulers[size_t(t.klass)];
+    const int32_t step = std::min(heads, t.heads()), next = next_cut(ruler, t, t.kv_begin, longest_run(limit, step));
+    double least = t.cost;  // it stays whole where slots do not suffice
+    if (next) least = std::min(least, costs.unit(crew, t, ruler.start(next) - t.kv_begin));
+    const double cuts = std::min(by_leaves, by_keys * heads / limit);
+    return step * least > (kGoodBalance + 1e-6) * ((whole + cuts) / crew.workers);
+  }
+
+ private:
+  const Tile* costliest = nullptr;
+  double whole = 0.0, by_leaves = 0.0, by_keys = 0.0;  // costs: uncut; of cuts at all leaves; of a cut after each key
+};
