@@ -16,6 +16,7 @@ from attnrt.backends.cuda import boxes, driver
 from attnrt.backends.cuda.fastdiv import fast_div
 from attnrt.backends.cuda.tables import HOPPER, WIDE
 from attnrt.errors import LimitError, UnsupportedError
+from attnrt.latest import Latest
 from attnrt.scheduler.base import WORK_FIELDS
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ _AT_RULERS, AT_PARTS, _AT_FIRSTS = (int(HEADER.fields[name][1]) for name in ("ru
 
 
 _part_views = attrgetter(*PART_POINTERS)
+_folds: Latest[bool] = Latest()  # plan_folds
 
 
 def pack_rulers(classes: tuple[NumericClass, ...]) -> bytes:
@@ -316,10 +318,13 @@ def items_of(plan: Plan, crew: str | None) -> tuple[int, int]:
 
 
 def plan_folds(plan: Plan) -> bool:
-    """Whether an item of the Hopper kernel folds several leaves into one state."""
+    """Whether an item of the Hopper kernel folds several leaves into one state. (Header, kernels and grids of a load all ask.)"""
+    known = _folds.get(plan)
+    if known is not None:
+        return known
     theirs = plan.work.items[slice(*items_of(plan, HOPPER))]
     begin, end, fold = (WORK_FIELDS.index(name) for name in ("leaf_begin", "leaf_end", "fold"))
-    return bool(((theirs[:, end] - theirs[:, begin] > 1) & (theirs[:, fold] == 1)).any())
+    return _folds.put(bool(((theirs[:, end] - theirs[:, begin] > 1) & (theirs[:, fold] == 1)).any()), plan)
 
 
 def has_items(plan: Plan, crew: str | None) -> bool:
