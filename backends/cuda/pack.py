@@ -39,6 +39,7 @@ __all__ = [
     "has_items",
     "items_of",
     "layout_asserts",
+    "most_queries",
     "pack_parts",
     "pack_rulers",
     "paged",
@@ -85,7 +86,7 @@ PART_POINTERS = (
 )
 PART = np.dtype(
     [(name, "<u8") for name in PART_POINTERS]
-    + [("block", FAST_DIV), ("heads", "<i4"), ("queries", "<i4"), ("pad", "<i4")]
+    + [("block", FAST_DIV), ("heads", "<i4"), ("queries", "<i4"), ("most", "<i4")]
 )
 RULER = np.dtype([("count", "<i4", (MAX_STEPS,)), ("size", "<i4", (MAX_STEPS,)), ("tail", "<i4")])
 HEADER_POINTERS = (
@@ -243,15 +244,21 @@ def fill_first(plan: Plan, target: np.ndarray) -> int:
 _AT_BLOCK_POS = PART_POINTERS.index("block_pos")
 
 
-def _part(part: PartViews, positions: bool) -> tuple[int, ...]:
+def _part(part: PartViews, positions: bool, most: int) -> tuple[int, ...]:
     pointers = [0 if view is None else view.ptr for view in _part_views(part)]
     if not positions:
         pointers[_AT_BLOCK_POS] = 0
-    return (*pointers, *fast_div(part.block_size), part.heads, part.request.shape[0], 0)
+    return (*pointers, *fast_div(part.block_size), part.heads, part.request.shape[0], most)
 
 
-def pack_parts(parts: tuple[PartViews, ...], positions: bool) -> bytes:
-    """The header's parts; the same for every plan of one loaded index. ``positions``: ``reads_positions`` of the plan.
+def most_queries(plan: Plan) -> tuple[int, ...]:
+    """Queries of the longest block row of each part."""
+    return tuple(part.block_size[0] for part in plan.parts)
+
+
+def pack_parts(parts: tuple[PartViews, ...], positions: bool, most: tuple[int, ...] = ()) -> bytes:
+    """The header's parts; the same for every plan of one loaded index. ``positions``: ``reads_positions`` of the plan;
+    ``most``: queries of each part's longest block row, where they are known.
 
     Raises
     ------
@@ -260,7 +267,10 @@ def pack_parts(parts: tuple[PartViews, ...], positions: bool) -> bytes:
     """
     if len(parts) > MAX_PARTS:
         raise LimitError("parts of an index on CUDA", len(parts), MAX_PARTS, "Merge levels of the cascade")
-    return b"".join([_PART.pack(*_part(part, positions)) for part in parts])
+    known = (*most, *[0] * len(parts))
+    return b"".join(
+        [_PART.pack(*_part(*one)) for one in zip(parts, [positions] * len(parts), known, strict=False)]
+    )
 
 
 def fill_header(
@@ -282,7 +292,7 @@ def fill_header(
         More index parts than a header holds.
     """
     if parts is None:
-        parts = pack_parts(loaded.parts, reads_positions(loaded.plan))
+        parts = pack_parts(loaded.parts, reads_positions(loaded.plan), most_queries(loaded.plan))
     plan = loaded.plan
     traits = plan.traits
     wide, team = traits.workers_of(WIDE), traits.workers_of(HOPPER)

@@ -64,6 +64,7 @@ struct Fiber {
   std::function<bool()> ready;  // what it waits for, or empty
   Group open_copies, open_products;
   std::vector<Group> copies, products;  // committed, oldest first
+  std::vector<std::function<void()>> bulk;  // stores
 };
 struct Warp {
   unsigned long long slot[2][32];
@@ -470,6 +471,19 @@ inline void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c
     emu::check(b);
   });
 }
+inline void tma_load_4d_once(u32 dst, const void* map, u32 bar, int c0, int c1, int c2, int c3) {
+  tma_load_4d(dst, map, bar, c0, c1, c2, c3);
+}
+// Read at some later moment, by when a thread has waited for it.
+inline void bulk_store(void* dst, u32 src, u32 bytes) {
+  emu::self->bulk.push_back([=] { memcpy(dst, emu::at(src), bytes); });
+}
+inline void bulk_commit() {}
+inline void bulk_wait() {
+  for (auto& op : emu::self->bulk) op();
+  emu::self->bulk.clear();
+}
+inline void bulk_wait_read() { bulk_wait(); }
 inline void tma_prefetch_map(const void*) {}
 inline void tma_prefetch_4d(const void*, int, int, int, int) {}
 inline void fence_proxy_async() {}

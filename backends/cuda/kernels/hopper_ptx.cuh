@@ -111,6 +111,26 @@ ATTNRT_DEV void fresh(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i]));
 }
 
+// tma_load_4d of what nobody else reads: it leaves L2 before other data does.
+ATTNRT_DEV void tma_load_4d_once(u32 dst, const void* map, u32 bar, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "{.reg .b64 P; createpolicy.fractional.L2::evict_first.b64 P, 1.0; "
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+      "{%3,%4,%5,%6}], [%2], P;}" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// Copies a multiple of 16 bytes from shared to global memory, as part of this thread's group to come.
+ATTNRT_DEV void bulk_store(void* dst, u32 src, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
+               : "memory");
+}
+// Closes the group; waits until all groups have been read, and until they are written.
+ATTNRT_DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+ATTNRT_DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+ATTNRT_DEV void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Asks for one box of a 4-D tensor map in L2.
 ATTNRT_DEV void tma_prefetch_4d(const void* map, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%3,%4}];" ::"l"(map), "r"(c0), "r"(c1),

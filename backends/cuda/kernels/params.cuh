@@ -73,6 +73,7 @@ struct PartDesc {
   FastDiv block;  // tokens per block C
   int heads;      // lists per row: 1 or num_kv_heads
   int queries;    // length of qo_index, request and qo_pos
+  int most;       // of the longest block row; 0: not known
 };
 
 // Leaf boundaries of a numeric class (scheduler/base.py Ruler): up to four runs of equal leaves, then a tail.

@@ -68,7 +68,7 @@ class Wide {
       if (more) {
         wait_full(tile_, kKeys);
         flags = meta_.span[table_][0].z;
-        if (flags & kWideOver) return;
+        if (flags & kWideOver) break;
         if (flags & kWideCopied) ptx::fence_proxy_async();
         if (fresh) load_q(q);
       }
@@ -97,6 +97,7 @@ class Wide {
         ++leaf;
         if (!more) {
           leaf = before = 0;
+          ptx::bulk_wait_read();
           __syncwarp();
           if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.spare));
           continue;
@@ -112,6 +113,7 @@ class Wide {
       before = (flags & (kWideEndsLeaf | kWideEndsPass | kWideCopied)) | kWaits | adds;
       next_tile();
     }
+    ptx::bulk_wait();
   }
 
  private:
@@ -329,11 +331,15 @@ class Wide {
   __device__ __forceinline__ void close(const float (&o)[kO], int leaf, bool ends) const {
     const WidePass& pass = meta_.pass;
     const float4 now = sums(meta_.leaf);
+    if (!pass.fold && pass.slot >= 0) {
+      store_leaf(pass, leaf, o, now);
+      return;
+    }
     // The accumulators of a leaf that is to be folded or written lie in this thread's memory, four by four: registers
     // hold O, Q and the scores already, and rolled loops can write what lies there. Nothing, and a leaf of which a row
     // sees nothing, count as -0, which changes no sum by a bit (a * 1 + -0 * 0 is a): a choice for each number would be
     // a branch. Values that are read or not have to be set before: ptxas keeps their registers for the whole loop else.
-    const bool first = !pass.fold || leaf == 0;
+    const bool first = leaf == 0;
     float4 before = make_float4(neg_inf(), neg_inf(), 0.0f, 0.0f);
     if (!first) before = sums(meta_.total);
     const Sums sum = {{now.x, now.y}, {now.z, now.w}};
@@ -361,10 +367,10 @@ class Wide {
       }
       folded(j) = make_float4(x[0], x[1], x[2], x[3]);
     }
-    if (pass.fold && !ends) return;
+    if (!ends) return;
     if (pass.slot >= 0) {
-      store_state(pass, pass.fold ? 0 : leaf, total);
-    } else if (ends) {
+      store_state(pass, total);
+    } else {
       finish(pass, total);
     }
   }
@@ -377,15 +383,49 @@ class Wide {
     return reinterpret_cast<float4*>(smem_)[j * 128 * L::kGroups + threadIdx.x - 128];
   }
 
-  __device__ __forceinline__ void store_state(const WidePass& pass, int leaf, const Sums& sum) const {
+  // Place of a row's state, of leaf `leaf` of those that are not folded; -1: there is no such row.
+  __device__ __forceinline__ long long state_at(const WidePass& pass, int leaf, int r) const {
+    const int query = (pass.first + r) / Config::group;
+    if (query >= pass.queries) return -1;
+    return (static_cast<long long>(pass.slot) + leaf * pass.queries + query) * p_.num_qo_heads + rows().qo_head[r % 32];
+  }
+
+  // The state of a leaf that is not folded: its warp's rows go to memory while the next leaf is multiplied. Empty ones
+  // are -0, as where they are folded.
+  __device__ __forceinline__ void store_leaf(const WidePass& pass, int leaf, const float (&o)[kO],
+                                             const float4& now) const {
+    char* rows = smem_ + warp_ * 16 * L::kPitch;
+    ptx::bulk_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float m = half ? now.y : now.x;
+      const long long at = state_at(pass, leaf, row_of(half));
+      if (lane_ % 4 == 0 && at >= 0)
+        reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(m, half ? now.w : now.z);
+      const bool empty = m == neg_inf();
+      float2* to = reinterpret_cast<float2*>(rows + (half * 8 + lane_ / 4) * L::kPitch) + lane_ % 4;
+#pragma unroll
+      for (int j = 0; j < kO / 4; ++j)
+        to[4 * j] = make_float2(empty ? -0.0f : o[4 * j + 2 * half], empty ? -0.0f : o[4 * j + 2 * half + 1]);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane_ < 16) {
+      const long long at = state_at(pass, leaf, warp_ * 16 + lane_);
+      if (at >= 0)
+        ptx::bulk_store(p_.plan->partial_acc + at * L::kDim, ptx::smem_addr(rows + lane_ * L::kPitch), L::kDim * 4);
+    }
+    ptx::bulk_commit();
+  }
+
+  __device__ __forceinline__ void store_state(const WidePass& pass, const Sums& sum) const {
     float* to[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = row_of(half), query = (pass.first + r) / Config::group;
+      const long long at = state_at(pass, 0, row_of(half));
       to[half] = nullptr;
-      if (query >= pass.queries) continue;
-      const long long at =
-          (static_cast<long long>(pass.slot) + leaf * pass.queries + query) * p_.num_qo_heads + rows().qo_head[r % 32];
+      if (at < 0) continue;
       if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(sum.m[half], sum.l[half]);
       to[half] = p_.plan->partial_acc + at * L::kDim + lane_ % 4 * 2;
     }

@@ -32,8 +32,10 @@ struct WideLayout {
   static constexpr int kTiles = kStages / 2 + 1;  // tiles with a key in the ring or in use
   static constexpr bool kHooks = Variant::has_logits || !Variant::mask_is_interval;
 
-  // Q comes by shared memory into registers; its place is the first half of that of the folded accumulators.
-  static constexpr int kBytesTotal = kRows * kDim * 4;
+  // Q comes by shared memory into registers; its place is the first half of that of the folded accumulators. States on
+  // their way to memory lie there, too, in rows of kPitch bytes: eight rows' words fall into as many banks.
+  static constexpr int kPitch = kDim * 4 + 32;
+  static constexpr int kBytesTotal = kRows * kPitch;
   static constexpr int kOffsetStages = kBytesTotal;
   static constexpr int kOffsetMeta = kOffsetStages + kStages * kStageBytes;
 

@@ -53,6 +53,8 @@ class WideLoader {
       if (lane_ < kFields) reinterpret_cast<int*>(&item)[lane_] = reinterpret_cast<const int*>(plan.work + i)[lane_];
       __syncwarp();
       const int rows = (item.q_end - item.q_begin) * Config::group;
+      // Keys that no other item reads leave L2 first, so that states stay there until they are merged.
+      once_ = static_cast<unsigned>(part().most * Config::group - 1) < L::kRows;
 #pragma unroll 1
       for (int head = item.head_begin; head < item.head_end; ++head) {
         open_list(item, head);
@@ -198,10 +200,20 @@ class WideLoader {
       ptx::mbar_arrive_expect_tx(full, kBoxBytes * (L::kDim / 64));
 #pragma unroll
       for (int c = 0; c < L::kDim / 64; ++c)
-        ptx::tma_load_4d(to + c * L::kSlabKv, &map, full, c * 64, token, head, page);
+        load(to + c * L::kSlabKv, map, full, c * 64, token, head, page);
     }
     __syncwarp();
     next_stage();
+  }
+
+  // A box.
+  __device__ __forceinline__ void load(unsigned to, const TensorMap& map, unsigned full, int column, int token,
+                                       int head, int page) const {
+    if (once_) {
+      ptx::tma_load_4d_once(to, &map, full, column, token, head, page);
+    } else {
+      ptx::tma_load_4d(to, &map, full, column, token, head, page);
+    }
   }
 
   __device__ __forceinline__ void next_stage() {
@@ -290,8 +302,7 @@ class WideLoader {
     if (ptx::elect_one()) {
 #pragma unroll
       for (int c = 0; c < L::kDim / 64; ++c)
-        ptx::tma_load_4d(to + c * L::kSlabKv, &map, full, c * 64, static_cast<int>(token), head,
-                         static_cast<int>(page));
+        load(to + c * L::kSlabKv, map, full, c * 64, static_cast<int>(token), head, static_cast<int>(page));
     }
     __syncwarp();
   }
@@ -382,6 +393,7 @@ class WideLoader {
   int run_page_k_, run_page_v_;  // and its pages
   unsigned good_;                // which of the runs lie in one page of K and one of V
   int after_id_;                 // block of this lane's run in the next window
+  bool once_;                    // no other item reads these keys
 };
 
 }  // namespace attnrt
