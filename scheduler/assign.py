@@ -33,6 +33,7 @@ __all__ = [
     "RoundRobin",
     "check_assignment",
     "find",
+    "gathered",
     "split_limit",
 ]
 
@@ -166,6 +167,23 @@ def check_assignment(result: Any, num_items: int, num_workers: int) -> tuple[np.
             "scheduler.assign: worker_indptr", f"must rise from 0 to {num_items}", indptr.tolist()[:8]
         )
     return order.astype(np.int32), indptr.astype(np.int32)
+
+
+def gathered(order: np.ndarray, worker_indptr: np.ndarray, share: int) -> tuple[np.ndarray, np.ndarray]:
+    """An assignment with the workers that have items on as few multiprocessors as hold them, ``share`` on each, where that is
+    half of all at most: workers w, w + m, w + 2 * m, ... of m multiprocessors are one's."""
+    workers = len(worker_indptr) - 1
+    busy = np.flatnonzero(np.diff(worker_indptr)).tolist()
+    if workers % share or 2 * len(busy) > workers:
+        return order, worker_indptr
+    count = workers // share
+    place = {i % share * count + i // share: worker for i, worker in enumerate(busy)}
+    lists = [
+        order[worker_indptr[place[w]] : worker_indptr[place[w] + 1]] if w in place else order[:0]
+        for w in range(workers)
+    ]
+    ends = np.cumsum([0, *(len(own) for own in lists)])
+    return np.concatenate(lists).astype(np.int32), ends.astype(np.int32)
 
 
 def _by_worker(worker: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:

@@ -148,6 +148,8 @@ class Team:
         0: it has the machine to itself. Else its kernel runs beside those of the crews before it, which want memory where it
         wants arithmetic: it leaves workers without items, on whose multiprocessors the others run meanwhile, and so large a part
         of the machine as this is enough for them to keep memory busy.
+    again : float
+        Cost of second items: of workers that have to start once more.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Team:
     section: int = 0
     unit: float = 1.0
     overlap: float = 0.0
+    again: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

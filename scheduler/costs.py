@@ -13,11 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from attnrt.scheduler.base import Sharing
+from attnrt.scheduler.base import Sharing, Team
 from attnrt.scheduler.problem import Problem, scattered
 from attnrt.scheduler.tiles import Tile
 
 __all__ = ["Candidate", "Crew", "least", "score", "time_of", "total", "unit_cost", "whole_cost"]
+
+
+#: Where workers share multiprocessors, fewer of them may be as fast: runs this many times as long, which need fewer merges.
+LONGER_RUNS = (2, 4)
+
+#: A team's items cost much to start: runs this many times as long may be one for each worker where Algorithm 1's, rounded up to
+#: leaves, are a few more.
+LONGER_ITEMS = (1.125, 1.25)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +41,18 @@ class Crew:
     def sharing(self) -> Sharing | None:
         """None: these workers share nothing, as those of a team."""
         return getattr(self.traits, "sharing", None)
+
+    @property
+    def beside(self) -> bool:
+        """A team that takes rows of every class: its kernel starts on multiprocessors that the machine's own workers leave."""
+        return isinstance(self.traits, Team) and self.traits.first_class == 0
+
+    @property
+    def longer(self) -> tuple[float, ...]:
+        """Longer runs that are weighed: these times Algorithm 1's."""
+        if self.sharing:
+            return LONGER_RUNS
+        return LONGER_ITEMS if isinstance(self.traits, Team) and not self.traits.section else ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +92,8 @@ def score(problem: Problem, crew: Crew, candidate: Candidate) -> float:
 
 def least(problem: Problem, crew: Crew, candidate: Candidate) -> float:
     """What a candidate scores at least, however its items are assigned."""
+    if crew.sharing is None:
+        return candidate.longest + _cost_of_cuts(problem, crew, candidate)
     alone = candidate.longest / _alone(problem, crew)
     return max(candidate.mean, alone) + _cost_of_cuts(problem, crew, candidate)
 
@@ -80,9 +102,10 @@ def _cost_of_cuts(problem: Problem, crew: Crew, candidate: Candidate) -> float:
     """Of merges, and of second items."""
     sharing = crew.sharing
     if sharing is None:
-        return crew.traits.fixed * problem.num_kv_heads if candidate.cuts else 0.0
-    merge = sharing.merge + sharing.fold * candidate.states if candidate.cuts else 0.0
-    return merge + (sharing.again if len(candidate.items) > crew.workers else 0.0)
+        again, merge = getattr(crew.traits, "again", 0.0), crew.traits.fixed * problem.num_kv_heads
+    else:
+        again, merge = sharing.again, sharing.merge + sharing.fold * candidate.states
+    return (merge if candidate.cuts else 0.0) + (again if len(candidate.items) > crew.workers else 0.0)
 
 
 def _alone(problem: Problem, crew: Crew) -> float:

@@ -115,7 +115,7 @@ def _traits_struct(traits: Traits) -> Any:
         own.busy, own.again, own.merge, own.fold = sharing.busy, sharing.again, sharing.merge, sharing.fold
     for team, out in zip(traits.teams, struct.crews[1 : len(crews)], strict=True):
         out.section, out.first_class, out.rows = team.section, team.first_class, team.rows
-        out.unit, out.overlap = team.unit, team.overlap
+        out.unit, out.overlap, out.again = team.unit, team.overlap, team.again
     struct.num_crews = len(crews)
     struct.num_classes, struct.split_heads = len(traits.classes), traits.split_heads
     for klass, out in zip(traits.classes, struct.classes, strict=False):

@@ -15,7 +15,7 @@ import math
 import numpy as np
 
 from attnrt.errors import LimitError, PlanError
-from attnrt.scheduler.assign import check_assignment, split_limit
+from attnrt.scheduler.assign import LPT, check_assignment, gathered, split_limit
 from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, WorkList
 from attnrt.scheduler.costs import Candidate, Crew, least, score, time_of, total, unit_cost, whole_cost
 from attnrt.scheduler.problem import Problem
@@ -34,9 +34,6 @@ BAD_BALANCE = 1.1
 
 #: to these parts of its limit.
 SHORTER_RUNS = (2, 4, 8)
-
-#: Where workers share multiprocessors, fewer of them may be as fast: runs this many times as long, which need fewer merges.
-LONGER_RUNS = (2, 4)
 
 _INT32_MAX = (1 << 31) - 1
 
@@ -68,6 +65,12 @@ def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
     for i, crew in enumerate(crews):
         found.append(_best(problem, crew, first, problem.max_slots - sum(needed[i + 1 :])))
         first += found[-1].slots
+    sharing = crews[0].sharing
+    beside = any(len(best.items) for crew, best in zip(crews, found, strict=True) if crew.beside)
+    if beside and sharing and isinstance(problem.scheduler, LPT):
+        found[0].order, found[0].worker_indptr = gathered(
+            found[0].order, found[0].worker_indptr, sharing.workers
+        )
     items = [best.items[best.order] for best in found]
     ends = np.cumsum([0, *(len(chosen) for chosen in items)]).tolist()
     indptr = [best.worker_indptr[i > 0 :] + ends[i] for i, best in enumerate(found)]
@@ -187,7 +190,7 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
         _assign(problem, crew, candidate)
         best = candidate if score(problem, crew, candidate) < score(problem, crew, best) else best
     count = first
-    for longer in LONGER_RUNS if crew.sharing and best.cuts else ():
+    for longer in crew.longer if best.cuts else ():
         candidate = _candidate(problem, crew, width, limit * longer, room)
         if len(candidate.items) >= count:
             continue

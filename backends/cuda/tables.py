@@ -239,7 +239,11 @@ def _wide_team(team: Team, tile: TileConfig | None, beta_rows: float) -> Team:
         workers = team.num_workers * tile.ctas_per_sm
         return replace(team, num_workers=workers, alpha=1.0, beta_rows=beta_rows, fixed=64.0)
     return replace(
-        team, num_workers=team.num_workers * WIDE_CTAS, fixed=128.0, unit=WIDE_CTAS / DECODE_GROUPS
+        team,
+        num_workers=team.num_workers * WIDE_CTAS,
+        fixed=128.0,
+        unit=WIDE_CTAS / DECODE_GROUPS,
+        again=256.0,
     )
 
 

@@ -67,8 +67,8 @@ class Costs {
   // Of merges, and of second items.
   double of_cuts(const Crew& crew, const Candidate& c) const {
     const attnrt_crew& t = *crew.traits;
-    if (!t.share) return c.cuts ? t.fixed * pr->num_kv_heads : 0.0;
-    const double merge = c.cuts ? t.merge + t.fold * double(c.states) : 0.0;
+    double merge = c.cuts ? t.merge + t.fold * double(c.states) : 0.0;
+    if (!t.share) merge = c.cuts ? t.fixed * pr->num_kv_heads : 0.0;
     return merge + (int64_t(c.count) > crew.workers ? t.again : 0.0);
   }
 
@@ -76,6 +76,7 @@ class Costs {
 
   // What a candidate scores at least, however its items are assigned.
   double least(const Crew& crew, const Candidate& c) const {
+    if (!crew.traits->share) return c.longest + of_cuts(crew, c);
     return std::max(c.mean, c.longest / alone(crew)) + of_cuts(crew, c);
   }
 

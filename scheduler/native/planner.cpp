@@ -7,6 +7,7 @@
 // which the caller checks; scratch belongs to the thread and grows.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -27,6 +28,10 @@ constexpr double kBadBalance = 1.1;
 constexpr int64_t kManyItems = 4;
 constexpr int kWorkFields = 14;
 
+// Where workers share multiprocessors; of teams, whose items cost much to start.
+constexpr std::array<double, 2> kLongerRuns = {2.0, 4.0};
+constexpr std::array<double, 2> kLongerItems = {1.125, 1.25};
+
 class Planner {
  public:
   int plan(const attnrt_problem& problem, attnrt_counts& counts);
@@ -41,6 +46,7 @@ class Planner {
   void assign_lpt(const Crew& crew, Candidate& c);
   void assign_to(const Crew& crew, Candidate& c, bool by_request);
   void deal(const Crew& crew, Candidate& c, const int32_t* in_order, const int32_t* worker_at);
+  void gather(const Crew& crew, Candidate& c);
   void best_candidate(Crew& crew);
   void keep_if_better(Crew& crew, Candidate& c);
   int32_t* take_items(const Crew& crew, int32_t* out) const;
@@ -78,6 +84,10 @@ int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
     slots += crew.best->slots;
     items += int64_t(crew.best->count);
   }
+  Crew& own = *crews.begin();
+  bool beside = false;  // teams that start on multiprocessors which the machine's own workers leave them
+  for (const Crew& crew : crews) beside |= &crew != &own && crew.traits->first_class == 0 && crew.best->count;
+  if (beside && pr->mode == 0) gather(own, *own.best);
   merges.list(problem, found, crews, slots);
   counts = {items, int64_t(merges.num_merges), int64_t(merges.num_entries), slots};
   return 0;
@@ -250,6 +260,24 @@ void Planner::deal(const Crew& crew, Candidate& c, const int32_t* in_order, cons
   for (size_t i = 0; i < n; ++i) order[at_worker[size_t(worker_at[i])]++] = in_order ? in_order[i] : int32_t(i);
 }
 
+// The workers that have items to as few multiprocessors as hold them, where that is half of all at most.
+void Planner::gather(const Crew& crew, Candidate& c) {
+  const int32_t share = crew.traits->share, workers = crew.workers;
+  if (!share || workers % share) return;
+  const std::vector<int32_t>& at = c.worker_indptr;
+  int32_t busy = 0, next = 0;
+  for (size_t w = 0; w < size_t(workers); ++w) busy += at[w] < at[w + 1];
+  if (2 * busy > workers) return;
+  const std::vector<int32_t> in_order(c.order.get(), c.order.get() + c.count);
+  int32_t* worker_at = worker_of.need(c.count);
+  for (size_t w = 0; w < size_t(workers); ++w) {
+    if (at[w] == at[w + 1]) continue;
+    std::fill(worker_at + at[w], worker_at + at[w + 1], next % share * (workers / share) + next / share);
+    ++next;
+  }
+  deal(crew, c, in_order.data(), worker_at);
+}
+
 void Planner::assign_to(const Crew& crew, Candidate& c, bool by_request) {
   const int32_t workers = crew.workers;
   int32_t* worker_at = worker_of.need(c.count);
@@ -313,9 +341,10 @@ void Planner::best_candidate(Crew& crew) {
     assign_lpt(crew, c);
     keep_if_better(crew, c);
   }
-  if (!crew.traits->share || !crew.best->cuts) return;
+  const bool share = crew.traits->share, team = &crew != &*crews.begin() && !crew.traits->section;
+  if (!(share || team) || !crew.best->cuts) return;
   count = first_count;
-  for (const double longer : {2.0, 4.0}) {
+  for (const double longer : share ? kLongerRuns : kLongerItems) {
     Candidate& c = *crew.next;
     weigh(crew, c, width, limit * longer);
     if (c.count >= count) continue;

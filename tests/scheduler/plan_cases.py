@@ -50,7 +50,7 @@ def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, **more):
     numbers = {"alpha": 1.0, "beta": 1.0, "beta_rows": 1 / 128, "fixed": 4.0, **more}
     teams = []
     if wide is not None:
-        own = {"num_workers": 1 + workers // 3, "beta": 1.25, "fixed": 5.0}
+        own = {"num_workers": 1 + workers // 3, "beta": 1.25, "fixed": 5.0, "again": 30.0}
         teams.append(Team(name="wide", first_class=0, rows=wide, **own))
     if team is not None:
         first, section, *overlap = team

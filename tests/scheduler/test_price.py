@@ -56,6 +56,37 @@ def test_never_slower_than_flat(rows, prefix, kv_heads, monkeypatch):
     assert price(plan) <= 1.25 * price(always)  # nor much is given away
 
 
+def wide_and_other(plan):
+    """Lists of the wide team's workers and of the others: how many items each has."""
+    counts = np.diff(plan.work.worker_indptr)
+    first, end = plan.traits.workers_of(tables.WIDE)
+    return counts[first:end], counts[:first]
+
+
+@pytest.mark.parametrize(("rows", "kv_heads", "count"), [(16, 8, 32), (64, 32, 132), (24, 8, 48)])
+def test_workers_beside_a_team_lie_on_few_multiprocessors(rows, kv_heads, count):
+    """Four to each, so that the team finds the others free; not where that would be more than half of all."""
+    wide, other = wide_and_other(
+        at.make_plan(spec(kv_heads), shared(rows, 8192)[1], traits_of(spec(kv_heads)))
+    )
+    assert wide.any() and len({w % 132 for w in np.flatnonzero(other)}) == count
+
+
+def test_a_team_without_items_moves_nobody():
+    s = spec(8)
+    flat, index = shared(16, 1000)
+    plan = at.make_plan(s, index, traits_of(s))
+    assert same_work(plan, at.make_plan(s, flat, traits_of(s))) and not wide_and_other(plan)[0].any()
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("prefix", [5000, 20011, 32768])
+def test_wide_items_are_one_for_each_worker(rows, prefix):
+    """Where runs of Algorithm 1 would be a few more than there are workers, longer ones are taken."""
+    wide, _ = wide_and_other(at.make_plan(spec(32), shared(rows, prefix)[1], traits_of(spec(32))))
+    assert wide.max() == 1
+
+
 def test_what_decides():
     """Many rows over a long prefix share it; a short one is left to its requests, unless a launch costs nothing."""
     s = spec(8)
