@@ -238,7 +238,10 @@ NATIVE_MUTANTS = (
 
 KERNELS = "backends/cuda/kernels/"
 EMULATED, EMULATED_HOPPER = "backends/test_cuda_emulated.py", "backends/test_cuda_emulated_hopper.py"
-EMULATED_INDEXES = "backends/test_cuda_emulated_indexes.py"
+EMULATED_INDEXES, EMULATED_WIDE = (
+    "backends/test_cuda_emulated_indexes.py",
+    "backends/test_cuda_emulated_wide.py",
+)
 #: Seen by tests over the emulated kernels, which need no GPU.
 CUDA_MUTANTS = (
     Mutant(
@@ -318,6 +321,20 @@ CUDA_MUTANTS = (
         old="clear_rows(dst, max(min(to, L::kTile), 0), L::kTile);",
         new="",
         test=EMULATED_HOPPER + " -k 'bitwise and poison'",
+    ),
+    Mutant(
+        name="nobody waits for the last states (wide)",
+        file=KERNELS + "wide.cuh",
+        old="    ptx::bulk_wait();\n",
+        new="",
+        test=EMULATED_WIDE + " -k cuts",
+    ),
+    Mutant(
+        name="a state is overwritten on its way to memory (wide)",
+        file=KERNELS + "wide.cuh",
+        old="    ptx::bulk_wait_read();\n    __syncwarp();\n#pragma unroll\n",
+        new="    __syncwarp();\n#pragma unroll\n",
+        test=EMULATED_WIDE + " -k 'cuts or shared_prefix'",
     ),
 )
 MUTANTS = (*PYTHON, *NATIVE_MUTANTS, *CUDA_MUTANTS)

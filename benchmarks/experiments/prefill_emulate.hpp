@@ -56,6 +56,11 @@ alignas(1024) inline char smem[232448];
 struct Group {
   std::vector<std::function<void()>> ops;
 };
+struct Bulk {  // a copy to global memory; `data` once it has been read
+  void* dst;
+  unsigned src, bytes;
+  std::vector<char> data;
+};
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
@@ -64,7 +69,7 @@ struct Fiber {
   std::function<bool()> ready;  // what it waits for, or empty
   Group open_copies, open_products;
   std::vector<Group> copies, products;  // committed, oldest first
-  std::vector<std::function<void()>> bulk;  // stores
+  std::vector<Bulk> bulk;
 };
 struct Warp {
   unsigned long long slot[2][32];
@@ -474,16 +479,18 @@ inline void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c
 inline void tma_load_4d_once(u32 dst, const void* map, u32 bar, int c0, int c1, int c2, int c3) {
   tma_load_4d(dst, map, bar, c0, c1, c2, c3);
 }
-// Read at some later moment, by when a thread has waited for it.
-inline void bulk_store(void* dst, u32 src, u32 bytes) {
-  emu::self->bulk.push_back([=] { memcpy(dst, emu::at(src), bytes); });
-}
+// Read when a thread has to have waited for it, written as late.
+inline void bulk_store(void* dst, u32 src, u32 bytes) { emu::self->bulk.push_back({dst, src, bytes, {}}); }
 inline void bulk_commit() {}
+inline void bulk_wait_read() {
+  for (auto& copy : emu::self->bulk)
+    if (copy.data.empty()) copy.data.assign(emu::at(copy.src), emu::at(copy.src) + copy.bytes);
+}
 inline void bulk_wait() {
-  for (auto& op : emu::self->bulk) op();
+  bulk_wait_read();
+  for (auto& copy : emu::self->bulk) memcpy(copy.dst, copy.data.data(), copy.bytes);
   emu::self->bulk.clear();
 }
-inline void bulk_wait_read() { bulk_wait(); }
 inline void tma_prefetch_map(const void*) {}
 inline void tma_prefetch_4d(const void*, int, int, int, int) {}
 inline void fence_proxy_async() {}
