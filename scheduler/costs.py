@@ -17,8 +17,12 @@ from attnrt.scheduler.base import Sharing, Team
 from attnrt.scheduler.problem import Problem, scattered
 from attnrt.scheduler.tiles import Tile
 
-__all__ = ["Candidate", "Crew", "least", "score", "time_of", "total", "unit_cost", "whole_cost"]
+__all__ = ["BESIDE", "Candidate", "Crew", "least", "score", "time_of", "total", "unit_cost", "whole_cost"]
 
+
+#: Workers on few multiprocessors are up to three times as slow as alone; that pays as long as none has more to do than so many
+#: times what a team does meanwhile (performance.md, E15).
+BESIDE = 2.0
 
 #: Where workers share multiprocessors, fewer of them may be as fast: runs this many times as long, which need fewer merges.
 LONGER_RUNS = (2, 4)
@@ -42,10 +46,10 @@ class Crew:
         """None: these workers share nothing, as those of a team."""
         return getattr(self.traits, "sharing", None)
 
-    @property
-    def beside(self) -> bool:
-        """A team that takes rows of every class: its kernel starts on multiprocessors that the machine's own workers leave."""
-        return isinstance(self.traits, Team) and self.traits.first_class == 0
+    def time_beside(self, candidate: Candidate) -> float:
+        """Of a team that takes rows of every class: its kernel starts on multiprocessors that the machine's own workers leave."""
+        beside = isinstance(self.traits, Team) and self.traits.first_class == 0
+        return candidate.time * self.traits.unit if beside else 0.0
 
     @property
     def longer(self) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ leaf boundary, and states fold in leaf order.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -17,7 +18,17 @@ import numpy as np
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.assign import LPT, check_assignment, gathered, split_limit
 from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, WorkList
-from attnrt.scheduler.costs import Candidate, Crew, least, score, time_of, total, unit_cost, whole_cost
+from attnrt.scheduler.costs import (
+    BESIDE,
+    Candidate,
+    Crew,
+    least,
+    score,
+    time_of,
+    total,
+    unit_cost,
+    whole_cost,
+)
 from attnrt.scheduler.problem import Problem
 from attnrt.scheduler.tiles import Tile, find_tiles, mark_rows, rows_of, units_of
 
@@ -65,12 +76,7 @@ def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
     for i, crew in enumerate(crews):
         found.append(_best(problem, crew, first, problem.max_slots - sum(needed[i + 1 :])))
         first += found[-1].slots
-    sharing = crews[0].sharing
-    beside = any(len(best.items) for crew, best in zip(crews, found, strict=True) if crew.beside)
-    if beside and sharing and isinstance(problem.scheduler, LPT):
-        found[0].order, found[0].worker_indptr = gathered(
-            found[0].order, found[0].worker_indptr, sharing.workers
-        )
+    _gather(problem, crews, found)
     items = [best.items[best.order] for best in found]
     ends = np.cumsum([0, *(len(chosen) for chosen in items)]).tolist()
     indptr = [best.worker_indptr[i > 0 :] + ends[i] for i, best in enumerate(found)]
@@ -80,6 +86,18 @@ def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
     )
     runs = [run for best in found for run in best.runs]
     return work, _merges(problem, [tile for crew in crews for tile in crew.tiles], runs), first
+
+
+def _gather(problem: Problem, crews: list[Crew], found: list[Candidate]) -> None:
+    """Put the machine's own workers on few multiprocessors, where they have little to do beside a team."""
+    own, sharing = found[0], crews[0].sharing
+    beside = max((crew.time_beside(best) for crew, best in zip(crews, found, strict=True)), default=0.0)
+    if sharing is None or beside <= 0.0 or not isinstance(problem.scheduler, LPT):
+        return
+    at = own.worker_indptr.tolist()
+    loads = [total(own.costs[own.order[lo:hi]].tolist()) for lo, hi in itertools.pairwise(at)]
+    if max(loads) <= BESIDE * beside:
+        own.order, own.worker_indptr = gathered(own.order, own.worker_indptr, sharing.workers)
 
 
 def _crews(problem: Problem, tiles: list[Tile]) -> list[Crew]:

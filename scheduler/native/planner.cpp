@@ -28,6 +28,8 @@ constexpr double kBadBalance = 1.1;
 constexpr int64_t kManyItems = 4;
 constexpr int kWorkFields = 14;
 
+// Work of a worker that shares its multiprocessor, times that of a team beside it (scheduler/costs.py).
+constexpr double kBeside = 2.0;
 // Where workers share multiprocessors; of teams, whose items cost much to start.
 constexpr std::array<double, 2> kLongerRuns = {2.0, 4.0};
 constexpr std::array<double, 2> kLongerItems = {1.125, 1.25};
@@ -46,7 +48,7 @@ class Planner {
   void assign_lpt(const Crew& crew, Candidate& c);
   void assign_to(const Crew& crew, Candidate& c, bool by_request);
   void deal(const Crew& crew, Candidate& c, const int32_t* in_order, const int32_t* worker_at);
-  void gather(const Crew& crew, Candidate& c);
+  void gather(const Crew& crew, Candidate& c, double beside);
   void best_candidate(Crew& crew);
   void keep_if_better(Crew& crew, Candidate& c);
   int32_t* take_items(const Crew& crew, int32_t* out) const;
@@ -85,9 +87,11 @@ int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
     items += int64_t(crew.best->count);
   }
   Crew& own = *crews.begin();
-  bool beside = false;  // teams that start on multiprocessors which the machine's own workers leave them
-  for (const Crew& crew : crews) beside |= &crew != &own && crew.traits->first_class == 0 && crew.best->count;
-  if (beside && pr->mode == 0) gather(own, *own.best);
+  double beside = 0.0;  // time of teams that start on multiprocessors which the machine's own workers leave them
+  for (const Crew& crew : crews)
+    if (&crew != &own && crew.traits->first_class == 0)
+      beside = std::max(beside, crew.best->time * crew.traits->unit);
+  if (pr->mode == 0) gather(own, *own.best, beside);
   merges.list(problem, found, crews, slots);
   counts = {items, int64_t(merges.num_merges), int64_t(merges.num_entries), slots};
   return 0;
@@ -260,13 +264,19 @@ void Planner::deal(const Crew& crew, Candidate& c, const int32_t* in_order, cons
   for (size_t i = 0; i < n; ++i) order[at_worker[size_t(worker_at[i])]++] = in_order ? in_order[i] : int32_t(i);
 }
 
-// The workers that have items to as few multiprocessors as hold them, where that is half of all at most.
-void Planner::gather(const Crew& crew, Candidate& c) {
+// The workers that have items to as few multiprocessors as hold them, where that is half of all at most and none has
+// more to do than kBeside times what runs beside it.
+void Planner::gather(const Crew& crew, Candidate& c, double beside) {
   const int32_t share = crew.traits->share, workers = crew.workers;
-  if (!share || workers % share) return;
+  if (!share || workers % share || beside <= 0.0) return;
   const std::vector<int32_t>& at = c.worker_indptr;
   int32_t busy = 0, next = 0;
-  for (size_t w = 0; w < size_t(workers); ++w) busy += at[w] < at[w + 1];
+  for (size_t w = 0; w < size_t(workers); ++w) {
+    double load = 0.0;
+    for (int32_t i = at[w]; i < at[w + 1]; ++i) load += c.costs.get()[c.order.get()[i]];
+    if (load > kBeside * beside) return;
+    busy += at[w] < at[w + 1];
+  }
   if (2 * busy > workers) return;
   const std::vector<int32_t> in_order(c.order.get(), c.order.get() + c.count);
   int32_t* worker_at = worker_of.need(c.count);

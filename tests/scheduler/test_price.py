@@ -72,6 +72,17 @@ def test_workers_beside_a_team_lie_on_few_multiprocessors(rows, kv_heads, count)
     assert wide.any() and len({w % 132 for w in np.flatnonzero(other)}) == count
 
 
+def test_workers_with_much_to_do_stay_apart():
+    """A draft beside long decode steps: sharing multiprocessors would cost them more than it gives the team."""
+    s = spec(8)
+    kv = np.array([300] + [8192] * 16, np.int32)
+    qo = np.array([0, 16, *range(17, 33)], np.int32)
+    indptr = np.concatenate([[0], np.cumsum(-(-kv // 16))]).astype(np.int32)
+    index = at.formats.paged(qo, indptr, np.arange(indptr[-1], dtype=np.int32), kv, 16)
+    wide, other = wide_and_other(at.make_plan(s, index, traits_of(s)))
+    assert wide.any() and len({w % 132 for w in np.flatnonzero(other)}) > 64
+
+
 def test_a_team_without_items_moves_nobody():
     s = spec(8)
     flat, index = shared(16, 1000)
