@@ -54,8 +54,10 @@ class CudaBackend:
         """Reasons why this backend cannot compile here."""
         raise NotImplementedError
 
-    def load(self, source: str, names: tuple[str, ...], device: int, label: str) -> Module:
-        """Compiled, loaded code of a text with these kernels."""
+    def load(
+        self, source: str, names: tuple[str, ...], device: int, label: str, roles: tuple[str, ...] = ()
+    ) -> Module:
+        """Compiled, loaded code of a text with these kernels; ``roles``: of one kernel, a text for each role of its warps."""
         raise NotImplementedError
 
     def why_not(
@@ -99,7 +101,9 @@ class CudaBackend:
             ops_of(device)  # makes sure that the device's context is there
             label, number = f"the kernel of {spec.composed!r}", device.index
             programs = Programs(
-                spec, lambda source, names: self.load(source, names, number, label), is_hopper(number)
+                spec,
+                lambda source, names, roles: self.load(source, names, number, label, roles),
+                is_hopper(number),
             )
             appender = Appender(
                 spec, number, lambda source: self.load(source, (APPEND, COPY), number, "the append kernel")

@@ -129,7 +129,9 @@ class NvccBackend(CudaBackend):
         nvcc, tried = find_nvcc()
         return () if nvcc is not None else (f"nvcc is not found (tried {', '.join(tried)})",)
 
-    def load(self, source: str, names: tuple[str, ...], device: int, label: str) -> DriverModule:
+    def load(
+        self, source: str, names: tuple[str, ...], device: int, label: str, roles: tuple[str, ...] = ()
+    ) -> DriverModule:
         arch = arch_of(device)
         key = key_of("nvcc", _version(), repr(_device_flags(arch)), repr(_HOST_FLAGS), _HOST_TEXT, source)
         path = fetch(key, ".so", label, lambda target: compile_library(source, arch, target, label))

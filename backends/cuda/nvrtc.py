@@ -5,19 +5,32 @@ from __future__ import annotations
 
 import io
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
+from attnrt.backends.cuda.joined import FRAME, NotJoined, framed, join
 from attnrt.backends.cuda.kernel import DriverModule
 from attnrt.backends.cuda.machine_code import check_code
 from attnrt.backends.cuda.render import waits
 from attnrt.errors import CompileError
 
-__all__ = ["NvrtcBackend", "Resources", "compile_source", "load", "resources", "spilled", "warnings_of"]
+__all__ = [
+    "NvrtcBackend",
+    "Resources",
+    "compile_kernel",
+    "compile_source",
+    "load",
+    "resources",
+    "spilled",
+    "warnings_of",
+]
 
 # ptxas says C7508 and more when it ignores setmaxnreg or serialises wgmma, with exit status 0; C7519 costs nothing.
 _WARNINGS = re.compile(r"C75(?!19)\d\d[^\n]*")
@@ -75,13 +88,92 @@ def compile_source(source: str, arch: str, label: str) -> tuple[bytes, str]:
     try:
         code = program.compile("cubin", logs=log)
     except Exception as error:
-        text = str(error)
-        raise CompileError(
-            label, "did not compile with NVRTC", _first_error(text), log=text, line=_user_line(text)
-        ) from None
+        raise _refused(str(error), label) from None
     finally:
         program.close()
     return bytes(code.code), log.getvalue()
+
+
+def compile_roles(texts: tuple[str, ...], name: str, arch: str, label: str) -> tuple[bytes, str]:
+    """(cubin, log) of kernel ``name`` from a text for each of its roles (render.render_roles), which are compiled at once.
+
+    The first text's PTX stays in the cache, since many variants share it.
+
+    Raises
+    ------
+    CompileError
+        As compile_source does.
+    NotJoined
+        The programs do not make one kernel.
+    """
+    options = _ptx_options(arch)
+
+    def first(text: str) -> bytes:
+        key = key_of("nvrtc", repr(_version()), repr(options), text)
+        return fetch(
+            key, ".ptx", label, lambda path: _write(path, _ptx_of(text, options, label))
+        ).read_bytes()
+
+    with ThreadPoolExecutor(len(texts), "attnrt-role") as pool:
+        made = [pool.submit(first, texts[0])]
+        made += [pool.submit(_ptx_of, text, options, label) for text in texts[1:]]
+        # A role that computes holds more of the user's own text than the first one: its errors are told first.
+        programs = [each.result().decode() for each in reversed(made)][::-1]
+    return compile_source(framed(join(programs, name)), arch, label)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _ptx_options(arch: str) -> list[bytes]:
+    from cuda.core import ProgramOptions
+
+    flags = {**_flags(arch), "arch": arch.replace("sm_", "compute_")}  # no machine code
+    del flags["ptxas_options"]
+    return ProgramOptions(**flags).as_bytes("nvrtc")  # type: ignore[arg-type]
+
+
+def _ptx_of(source: str, options: list[bytes], label: str) -> bytes:
+    """PTX of a text. Not by cuda.core, which asks the driver whether it could load PTX: it never will."""
+    from cuda.bindings import nvrtc
+
+    _, program = _done(nvrtc.nvrtcCreateProgram(source.encode(), b"default_program", 0, [], []))
+    try:
+        failed = int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]) != 0
+        size, get = (
+            (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+            if failed
+            else (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+        )
+        found = bytes(_done(size(program))[1])
+        _done(get(program, found))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    found = found.rstrip(b"\0")
+    if failed:
+        raise _refused(found.decode(), label)
+    return found
+
+
+def _done(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    if int(result[0]) != 0:
+        raise RuntimeError(f"NVRTC: {result[0]}")
+    return result
+
+
+def _refused(log: str, label: str) -> CompileError:
+    return CompileError(label, "did not compile with NVRTC", _first_error(log), log=log, line=_user_line(log))
+
+
+def compile_kernel(
+    source: str, names: tuple[str, ...], roles: tuple[str, ...], arch: str, label: str
+) -> tuple[bytes, str]:
+    """(cubin, log) of a text, by its roles if it has them."""
+    if roles:
+        with suppress(NotJoined):  # a hook of the user's holds what only a whole kernel may
+            return compile_roles(roles, names[0], arch, label)
+    return compile_source(source, arch, label)
 
 
 def _first_error(text: str) -> str:
@@ -105,12 +197,12 @@ class Resources:
 
 
 def resources(log: str) -> dict[str, Resources]:
-    """Resources of each kernel that a ptxas log names."""
+    """Resources of each kernel that a ptxas log names (but the frame of those that were joined)."""
     found = {}
     for text in log.split("Compiling entry function '")[1:]:
         frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", text)
         used = re.search(r"Used (\d+) registers", text)
-        if frame and used:
+        if frame and used and not text.startswith(FRAME):
             stack, spills = (int(n) for n in frame.groups())
             found[text.split("'", 1)[0]] = Resources(
                 registers=int(used.group(1)), spilled=spills, stack=stack
@@ -137,12 +229,14 @@ class NvrtcBackend(CudaBackend):
         reason = why_not_nvrtc()
         return () if reason is None else (reason,)
 
-    def load(self, source: str, names: tuple[str, ...], device: int, label: str) -> DriverModule:
+    def load(
+        self, source: str, names: tuple[str, ...], device: int, label: str, roles: tuple[str, ...] = ()
+    ) -> DriverModule:
         arch = arch_of(device)
-        key = key_of("nvrtc", repr(_version()), repr(_flags(arch)), source)
+        key = key_of("nvrtc", repr(_version()), repr(_flags(arch)), source, *roles)
 
         def write(path: Path) -> None:
-            code, log = compile_source(source, arch, label)
+            code, log = compile_kernel(source, names, roles, arch, label)
             check_code(code, label, log)
             self.report(label, log)
             path.write_bytes(code)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from attnrt.backends.cuda.render import DECODE, entry_names, render, threads_of
+from attnrt.backends.cuda.render import DECODE, entry_names, render, render_roles, threads_of
 from attnrt.backends.cuda.tables import decode_groups
 
 if TYPE_CHECKING:
@@ -30,14 +30,18 @@ class Programs:
     Parameters
     ----------
     spec : AttentionSpec
-    load : callable (source, names) -> Module
-        Compiles a text with these kernels (or finds it in the cache) and loads it.
+    load : callable (source, names, roles) -> Module
+        Compiles a text with these kernels (or finds it in the cache) and loads it. ``roles``: the same kernel's text for each
+        role of its warps, where there are several; a compiler may take either.
     hopper : bool
         Whether the device has the instructions of sm_90a.
     """
 
     def __init__(
-        self, spec: AttentionSpec, load: Callable[[str, tuple[str, ...]], Module], hopper: bool
+        self,
+        spec: AttentionSpec,
+        load: Callable[[str, tuple[str, ...], tuple[str, ...]], Module],
+        hopper: bool,
     ) -> None:
         self.spec, self._load = spec, load
         self.names = entry_names(spec, hopper)
@@ -56,7 +60,7 @@ class Programs:
             with self._locks.setdefault(name, threading.Lock()):
                 found = self._modules.get(name)
                 if found is None:
-                    found = self._load(render(self.spec, name), (name,))
+                    found = self._load(render(self.spec, name), (name,), render_roles(self.spec, name))
                     # A text may be for fewer groups than the device has room for.
                     groups = min(found.groups, decode_groups(self.spec)) if name == DECODE else 1
                     found.entry(name).threads = threads_of(self.spec, name) * groups

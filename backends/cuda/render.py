@@ -18,6 +18,7 @@ from attnrt.backends.cuda import pack
 from attnrt.backends.cuda.boxes import MAPS_BYTES
 from attnrt.backends.cuda.tables import WIDE_CTAS, TileConfig, hopper_config, takes_wide, tile_config
 from attnrt.variants import include_dir
+from attnrt.variants.expr import FLOAT, const, make
 from attnrt.variants.rotary import turns_by_position
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "flatten",
     "maps_offset",
     "render",
+    "render_roles",
     "threads_of",
     "variant_text",
     "waits",
@@ -172,11 +174,14 @@ extern "C" __global__ void __launch_bounds__({DECODE_THREADS * config.groups}, 1
 {DECODE}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char ring[];
   ATTNRT_MARK(0);
-  attnrt::prefetch_plan(launch.run, gridDim.x * (blockDim.x / attnrt::DecodeShape::kGroupThreads));
+  if constexpr (attnrt::roles::kBegins)
+    attnrt::prefetch_plan(launch.run, gridDim.x * (blockDim.x / attnrt::DecodeShape::kGroupThreads));
   attnrt::DecodeGroups<attnrt::Config, attnrt::Variant> decode(launch.run, launch.params, ring);
-  decode.prepare();
-  attnrt::begin_run(launch.run);
-  ATTNRT_MARK(1);
+  if constexpr (attnrt::roles::kBegins) {{
+    decode.prepare();
+    attnrt::begin_run(launch.run);
+    ATTNRT_MARK(1);
+  }}
   decode.run();
   attnrt::end_run(launch.run);
 }}
@@ -210,9 +215,11 @@ extern "C" __device__ const int {HOPPER_SMEM} = {_HOPPER_BYTES};
 extern "C" __global__ void __launch_bounds__(attnrt::HopperLayout<attnrt::Config, attnrt::Variant>::kThreads, 1)
 {name}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char smem[];
-  attnrt::prefetch_plan(launch.run, gridDim.x);
-  attnrt::begin_run(launch.run);
-  if ({mine}) {{
+  if constexpr (attnrt::roles::kBegins) {{
+    attnrt::prefetch_plan(launch.run, gridDim.x);
+    attnrt::begin_run(launch.run);
+  }}
+  if (!attnrt::roles::kBegins || ({mine})) {{
     typedef attnrt::HopperLoader<attnrt::Config, attnrt::Variant, attnrt::Loading::{"boxes" if boxes else "gather"}> Loader;
     attnrt::hopper_attend<attnrt::Config, attnrt::Variant, Loader>(launch.run, launch.params, launch.maps, smem);
   }}
@@ -272,6 +279,17 @@ def maps_offset(num_params: int) -> int:
     return -(-(pack.LAUNCH_RUN.itemsize + PARAM_BYTES * max(1, num_params)) // 64) * 64
 
 
+def _told(composed: Composed) -> Composed:
+    """What those that bring keys read of a variant: of hooks on scores and of masks that are no interval only that there is one.
+    The text is the same for all variants that differ in those alone."""
+    return dataclasses.replace(
+        composed,
+        logits=None if composed.logits is None else make("input", FLOAT, (), "score"),
+        mask=None if composed.mask is None else const(True),
+        texts=tuple(text for text in composed.texts if text.hook not in ("logits", "mask")),
+    )
+
+
 def _finishing(composed: Composed) -> Composed:
     """What the merge kernel reads of a variant: whether states are a softmax's, the sink, the output hook."""
     reads = composed.sink is not None or composed.output is not None
@@ -285,10 +303,26 @@ def _finishing(composed: Composed) -> Composed:
     )
 
 
+def render_roles(spec: AttentionSpec, name: str) -> tuple[str, ...]:
+    """The named kernel as one text for each role of its warps, to be compiled at once and joined (joined.py); empty: it has one
+    role only. The first text is the same for many variants."""
+    count = 0
+    if name == DECODE:
+        count = 2
+    elif name in HOPPER:
+        maps = (spec.composed.query, spec.composed.key_map, spec.composed.value)
+        count = 2 if maps == (None,) * 3 and spec.kv_dtype == spec.q_dtype else 3
+    texts = [_text(spec, _told(spec.composed) if role == 0 else spec.composed, name) for role in range(count)]
+    return tuple(f"#define ATTNRT_ROLE {role}\n{text}" for role, text in enumerate(texts))
+
+
 def render(spec: AttentionSpec, *names: str) -> str:
     """CUDA C++ of the named kernels of a spec (of all that it has, if none is named); the same text for NVRTC and nvcc."""
-    config, composed = tile_config(spec), spec.composed
-    names = names or entry_names(spec)
+    return _text(spec, spec.composed, *(names or entry_names(spec)))
+
+
+def _text(spec: AttentionSpec, composed: Composed, *names: str) -> str:
+    config = tile_config(spec)
     constants, maps, asserts = config_text(config), "", ""
     wide = hopper_config(spec) if set(names) & set(HOPPER) else None
     if wide is not None:

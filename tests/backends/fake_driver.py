@@ -34,7 +34,7 @@ class Fake(CudaBackend):
     name = "fake"
     def why_not_compiler(self):
         return ()
-    def load(self, source, names, device, label):
+    def load(self, source, names, device, label, roles=()):
         return DriverModule(device, b"image", names, waits(source, names))
 
 cuda = Fake()

@@ -17,6 +17,7 @@ from attnrt.backends.cuda.render import (
     WIDE,
     entry_names,
     render,
+    render_roles,
     threads_of,
     waits,
 )
@@ -64,6 +65,11 @@ SPECS = {
 }
 
 
+def forms(s, kernel):
+    """The ways in which a kernel is compiled: in one piece (nvcc), by the roles of its warps (NVRTC), if it has them."""
+    return dict.fromkeys(((), render_roles(s, kernel)))
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", SPECS)
 def test_registers_and_spills(name, arch):
@@ -72,13 +78,13 @@ def test_registers_and_spills(name, arch):
     for kernel in entry_names(s):
         source = render(s, kernel)
         assert waits(source, (kernel,))
-        code, log = nvrtc.compile_source(source, arch, name)
-        assert code.startswith(b"\x7fELF")
-        assert set(nvrtc.resources(log)) == {kernel}, log
-        found |= nvrtc.resources(log)
-        logs += log
-    for kernel, used in found.items():
-        assert used.spilled == 0, f"{kernel}: {used}"
+        for roles in forms(s, kernel):
+            code, log = nvrtc.compile_kernel(source, (kernel,), roles, arch, name)
+            assert code.startswith(b"\x7fELF")
+            assert set(nvrtc.resources(log)) == {kernel}, log
+            assert nvrtc.resources(log)[kernel].spilled == 0, log
+            found |= nvrtc.resources(log)
+            logs += log
     assert found[ATTEND].stack == 0
     assert found[ATTEND].registers * THREADS * tile_config(s).ctas_per_sm <= REGISTERS
     assert found[MERGE].registers <= 128
@@ -120,12 +126,13 @@ def test_the_hopper_kernel(name):
     for kernel, spilled in zip(HOPPER, most, strict=True):
         source = render(s, kernel)
         assert waits(source, (kernel,))
-        code, log = nvrtc.compile_source(source, "sm_90a", name)
-        assert overwritten_operands(code) == []
-        used = nvrtc.resources(log)[kernel]
-        assert used.registers * threads_of(s, kernel) <= REGISTERS
-        assert used.spilled <= spilled, used
-        assert not nvrtc.warnings_of(log), log
+        for roles in forms(s, kernel):
+            code, log = nvrtc.compile_kernel(source, (kernel,), roles, "sm_90a", name)
+            assert overwritten_operands(code) == []
+            used = nvrtc.resources(log)[kernel]
+            assert used.registers * threads_of(s, kernel) <= REGISTERS
+            assert used.spilled <= spilled, (len(roles), used)
+            assert not nvrtc.warnings_of(log), log
 
 
 #: The same of the wide kernel; what spills is the loading warps', which live in 72 registers.
@@ -206,10 +213,11 @@ BAD = {
 def test_errors_in_a_users_text(name):
     text, message = BAD[name]
     s = spec(head_dim=64, variant=(v.causal(), v.cpp("own", logits=text)))
-    with pytest.raises(CompileError, match=message) as caught:
-        nvrtc.compile_source(render(s, DECODE), "sm_90a", "the kernel of own")
-    assert caught.value.line == (2 if name == "second line" else 1)
-    assert message in caught.value.log and "own" in caught.value.log
+    for roles in forms(s, DECODE):
+        with pytest.raises(CompileError, match=message) as caught:
+            nvrtc.compile_kernel(render(s, DECODE), (DECODE,), roles, "sm_90a", "the kernel of own")
+        assert caught.value.line == (2 if name == "second line" else 1)
+        assert message in caught.value.log and "own" in caught.value.log
 
 
 def test_the_rendered_text_is_the_key():

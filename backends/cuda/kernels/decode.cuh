@@ -19,6 +19,7 @@
 #include "decode_loader.cuh"
 #include "finish.cuh"
 #include "masks.cuh"
+#include "roles.cuh"
 
 namespace attnrt {
 
@@ -572,10 +573,12 @@ class DecodeGroups {
   }
 
   __device__ __forceinline__ void run() {
-    if (memory_.loads(warp_)) {
-      Loader(p_, params_, memory_, memory_.group_of(warp_)).run();
-    } else {
+    if (roles::has(0, memory_.loads(warp_))) {
+      if constexpr (roles::holds(0)) Loader(p_, params_, memory_, memory_.group_of(warp_)).run();
+    } else if constexpr (roles::holds(1)) {
       Decode<Config, Variant>(p_, params_, memory_, warp_).run();
+    } else {
+      roles::hand_over<1>();
     }
   }
 

@@ -16,6 +16,7 @@
 #pragma once
 #include "hopper_results.cuh"
 #include "hopper_rewrite.cuh"
+#include "roles.cuh"
 
 namespace attnrt {
 
@@ -288,14 +289,12 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   }
 };
 
-// The kernel: initialises barriers, gives registers to the consumers, starts the roles.
+// Initialises the barriers.
 template <class Config, class Variant, class Loader>
-__device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef* params, const KvMaps& maps,
-                                              char* smem) {
+__device__ __forceinline__ void hopper_begin(char* smem) {
   using L = HopperLayout<Config, Variant>;
   using M = HopperMeta<L>;
   static_assert(hopper_smem_bytes<Config, Variant>() <= 227 * 1024, "shared memory of an SM");
-  if (blockIdx.x >= p.plan->team_workers) return;
   if (threadIdx.x == 0) {
     M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
     constexpr int kWarps = 4 * L::kGroups * ptx::kWarpArrivals;  // of consumers
@@ -330,17 +329,34 @@ __device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef
     ptx::mbar_init_fence();
   }
   __syncthreads();
-  if (threadIdx.x < 128) {
-    ptx::reg_dealloc<Loader::kRegs>();
-    Loader(p, params, maps, smem).run();
-  } else if (L::kRewrites && threadIdx.x >= 128 * (L::kGroups + 1)) {
-    if constexpr (L::kRewrites) {
+}
+
+// The kernel: gives registers to the consumers, starts the roles.
+template <class Config, class Variant, class Loader>
+__device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef* params, const KvMaps& maps,
+                                              char* smem) {
+  using L = HopperLayout<Config, Variant>;
+  if constexpr (roles::kBegins) {
+    if (blockIdx.x >= p.plan->team_workers) return;
+    hopper_begin<Config, Variant, Loader>(smem);
+  }
+  if (roles::has(0, threadIdx.x < 128)) {
+    if constexpr (roles::holds(0)) {
+      ptx::reg_dealloc<Loader::kRegs>();
+      Loader(p, params, maps, smem).run();
+    }
+  } else if (L::kRewrites && roles::has(2, threadIdx.x >= 128 * (L::kGroups + 1))) {
+    if constexpr (L::kRewrites && roles::holds(2)) {
       ptx::reg_dealloc<Loader::kRewriterRegs>();
       HopperRewriter<Config, Variant, Loader>(p, params, smem).run();
+    } else if constexpr (L::kRewrites) {
+      roles::hand_over<2>();
     }
-  } else {
+  } else if constexpr (roles::holds(1)) {
     ptx::reg_alloc<Loader::kConsumerRegs>();
     HopperConsumer<Config, Variant, Loader>(p, params, smem).run();
+  } else {
+    roles::hand_over<1>();
   }
 }
 

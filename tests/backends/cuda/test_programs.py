@@ -23,7 +23,7 @@ def test_no_more_threads_than_the_text_was_compiled_for(room, head_dim, heads, c
     """The launch bound in the text is the most that a launch may have, whatever room shared memory leaves."""
     texts = []
 
-    def load(source, names):
+    def load(source, names, roles):
         texts.append(source)
         launch = SimpleNamespace(threads=0)
         return SimpleNamespace(groups=room, entry=lambda name: launch)
@@ -55,7 +55,7 @@ def test_several_programs_are_compiled_at_once_and_each_once():
     """Every compilation waits for the others to have begun; callers at the same time share them."""
     together, names = threading.Barrier(3, timeout=20), []
 
-    def load(source, found):
+    def load(source, found, roles):
         names.extend(found)
         together.wait()
         return loaded()
@@ -75,7 +75,7 @@ def test_several_programs_are_compiled_at_once_and_each_once():
 def test_an_error_among_several_is_raised_and_the_next_call_works():
     broken = [True]
 
-    def load(source, names):
+    def load(source, names, roles):
         if names == (DECODE,) and broken:
             raise CompileError("x", "did not compile", None, log="", line=None)
         return loaded()
