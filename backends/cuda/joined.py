@@ -26,7 +26,6 @@ _COMMENT = re.compile(r"//[^\n]*")
 _HEADER = re.compile(r"^\.(?:version|target|address_size)[^\n]*$", re.M)
 _FUNCTION = re.compile(r"\.(?:func|entry)\s+(?:\([^)]*\)\s*)?([\w$]+)")
 _VARIABLE = re.compile(r"([\w$]+)(?:\[\d*\])*\s*(?:=[^;]*)?;\s*$")
-_WORD = re.compile(r"[\w$]+")
 
 
 class NotJoined(ValueError):
@@ -63,9 +62,13 @@ def join(programs: Sequence[str], name: str) -> str:
     Raises
     ------
     NotJoined
-        Entries that differ in more than their body, static shared memory (each would have its own), roles that are not there.
+        Entries that differ in more than their body, other constants about the kernel (its shared memory), shared variables of
+        a program's own, roles that are not there.
     """
-    modules = [_of_role(items, role) if role else items for role, items in enumerate(map(_items, programs))]
+    modules = [_items(text) for text in programs]
+    if len(set(map(_said, modules))) > 1:
+        raise NotJoined("the programs differ in what they say of the kernel, such as its shared memory")
+    modules = [_of_role(items, role) if role else items for role, items in enumerate(modules)]
     entries = []
     for items in modules:
         found = [item for item in items if item.entry]
@@ -111,10 +114,15 @@ def _item(text: str) -> _Item:
     function = _FUNCTION.search(text.split("{", 1)[0])
     if function is not None:
         return _Item(text=text, symbol=function.group(1), function=True)
-    variable = _VARIABLE.search(text)
-    if variable is None or (re.match(r"\.(?!extern)(\w+ )?.*\.shared\b", text) and ".extern" not in text):
+    variable, space = _VARIABLE.search(text), text.split()
+    if variable is None or (".shared" in space and space[0] != ".extern"):
         raise NotJoined(f"PTX with {text.splitlines()[0]!r}")
     return _Item(text=text, symbol=variable.group(1), function=False)
+
+
+def _said(items: list[_Item]) -> tuple[str, ...]:
+    """What a module says of the kernel to the host."""
+    return tuple(item.text for item in items if item.symbol.startswith("attnrt_") and not item.function)
 
 
 def _of_role(items: list[_Item], role: int) -> list[_Item]:

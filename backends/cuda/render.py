@@ -235,9 +235,11 @@ extern "C" __device__ const int {WIDE_SMEM} = {SMEM_BYTES[WIDE]};
 extern "C" __global__ void __launch_bounds__({WIDE_THREADS}, {WIDE_CTAS})
 {WIDE}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char smem[];
-  attnrt::prefetch_plan(launch.run, gridDim.x);
-  attnrt::begin_run(launch.run);
-  if (launch.run.plan->wide_items)
+  if constexpr (attnrt::roles::kBegins) {{
+    attnrt::prefetch_plan(launch.run, gridDim.x);
+    attnrt::begin_run(launch.run);
+  }}
+  if (!attnrt::roles::kBegins || launch.run.plan->wide_items)
     attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, launch.maps, smem);
   attnrt::end_run(launch.run);
 }}
@@ -307,7 +309,7 @@ def render_roles(spec: AttentionSpec, name: str) -> tuple[str, ...]:
     """The named kernel as one text for each role of its warps, to be compiled at once and joined (joined.py); empty: it has one
     role only. The first text is the same for many variants."""
     count = 0
-    if name == DECODE:
+    if name in (DECODE, WIDE):
         count = 2
     elif name in HOPPER:
         maps = (spec.composed.query, spec.composed.key_map, spec.composed.value)

@@ -154,12 +154,13 @@ def test_the_wide_kernel(name):
     s = spec(**changes)
     source = render(s, WIDE)
     assert waits(source, (WIDE,))
-    code, log = nvrtc.compile_source(source, "sm_90a", name)
-    assert overwritten_operands(code) == []
-    used = nvrtc.resources(log)[WIDE]
-    assert used.registers * threads_of(s, WIDE) * WIDE_CTAS <= REGISTERS
-    assert used.spilled <= most, used
-    assert not nvrtc.warnings_of(log), log
+    for roles in forms(s, WIDE):
+        code, log = nvrtc.compile_kernel(source, (WIDE,), roles, "sm_90a", name)
+        assert overwritten_operands(code) == []
+        used = nvrtc.resources(log)[WIDE]
+        assert used.registers * threads_of(s, WIDE) * WIDE_CTAS <= REGISTERS
+        assert used.spilled <= most, (len(roles), used)
+        assert not nvrtc.warnings_of(log), log
 
 
 def test_which_specs_the_hopper_kernel_takes():

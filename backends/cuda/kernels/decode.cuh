@@ -573,7 +573,7 @@ class DecodeGroups {
   }
 
   __device__ __forceinline__ void run() {
-    if (roles::has(0, memory_.loads(warp_))) {
+    if (roles::kBegins ? memory_.loads(warp_) : roles::holds(0)) {
       if constexpr (roles::holds(0)) Loader(p_, params_, memory_, memory_.group_of(warp_)).run();
     } else if constexpr (roles::holds(1)) {
       Decode<Config, Variant>(p_, params_, memory_, warp_).run();

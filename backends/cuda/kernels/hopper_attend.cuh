@@ -340,12 +340,12 @@ __device__ __forceinline__ void hopper_attend(const RunParams& p, const ParamRef
     if (blockIdx.x >= p.plan->team_workers) return;
     hopper_begin<Config, Variant, Loader>(smem);
   }
-  if (roles::has(0, threadIdx.x < 128)) {
+  if (roles::kBegins ? threadIdx.x < 128 : roles::holds(0)) {
     if constexpr (roles::holds(0)) {
       ptx::reg_dealloc<Loader::kRegs>();
       Loader(p, params, maps, smem).run();
     }
-  } else if (L::kRewrites && roles::has(2, threadIdx.x >= 128 * (L::kGroups + 1))) {
+  } else if (L::kRewrites && (roles::kBegins ? threadIdx.x >= 128 * (L::kGroups + 1) : roles::holds(2))) {
     if constexpr (L::kRewrites && roles::holds(2)) {
       ptx::reg_dealloc<Loader::kRewriterRegs>();
       HopperRewriter<Config, Variant, Loader>(p, params, smem).run();

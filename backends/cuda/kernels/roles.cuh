@@ -15,10 +15,9 @@ namespace roles {
 constexpr int kProgram = ATTNRT_ROLE;
 constexpr bool kBegins = kProgram <= 0;
 
+// Whether the program has what warps of a role do. Which warps they are is asked where the kernel begins; the programs of
+// other roles are for those alone.
 __device__ constexpr bool holds(int role) { return kProgram < 0 || kProgram == role; }
-
-// Whether a warp has a role: `said` where that is still to be told, known in the program of one role.
-__device__ constexpr bool has(int role, bool said) { return kBegins ? said : kProgram == role; }
 
 // The rest of the kernel, for the warps that come here, is another program's.
 template <int kRole>
