@@ -104,7 +104,7 @@ def compile_roles(texts: tuple[str, ...], name: str, arch: str, label: str) -> t
     CompileError
         As compile_source does.
     NotJoined
-        The programs do not make one kernel.
+        The programs do not make one kernel, or the assembler refuses it.
     """
     options = _ptx_options(arch)
 
@@ -119,7 +119,10 @@ def compile_roles(texts: tuple[str, ...], name: str, arch: str, label: str) -> t
         made += [pool.submit(_ptx_of, text, options, label) for text in texts[1:]]
         # A role that computes holds more of the user's own text than the first one: its errors are told first.
         programs = [each.result().decode() for each in reversed(made)][::-1]
-    return compile_source(framed(join(programs, name)), arch, label)
+    try:
+        return compile_source(framed(join(programs, name)), arch, label)
+    except CompileError as error:  # asm in a hook, or a compiler that prints PTX in another way
+        raise NotJoined(str(error)) from error
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -171,7 +174,7 @@ def compile_kernel(
 ) -> tuple[bytes, str]:
     """(cubin, log) of a text, by its roles if it has them."""
     if roles:
-        with suppress(NotJoined):  # a hook of the user's holds what only a whole kernel may
+        with suppress(NotJoined):  # whatever the reason is, it costs time alone
             return compile_roles(roles, names[0], arch, label)
     return compile_source(source, arch, label)
 

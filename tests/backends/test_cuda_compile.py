@@ -7,6 +7,7 @@ import pytest
 
 import attnrt as at
 from attnrt.backends.cuda import append, merge_parts
+from attnrt.backends.cuda.joined import FRAME
 from attnrt.backends.cuda.machine_code import overwritten_operands
 from attnrt.backends.cuda.render import (
     ATTEND,
@@ -80,7 +81,7 @@ def test_registers_and_spills(name, arch):
         assert waits(source, (kernel,))
         for roles in forms(s, kernel):
             code, log = nvrtc.compile_kernel(source, (kernel,), roles, arch, name)
-            assert code.startswith(b"\x7fELF")
+            assert code.startswith(b"\x7fELF") and (FRAME in log) == bool(roles)
             assert set(nvrtc.resources(log)) == {kernel}, log
             assert nvrtc.resources(log)[kernel].spilled == 0, log
             found |= nvrtc.resources(log)
@@ -96,11 +97,12 @@ def test_registers_and_spills(name, arch):
 
 #: Bytes of spill stores that the Hopper kernel may have (boxes, key by key; then the same with folds): ptxas gives each of
 #: its threads 168 registers at entry, the loaders live in 72 or 104, and hooks take theirs from the consumers. By boxes and
-#: without hooks it is the warp that reads the plan whose registers spill, once a pass.
+#: without hooks it is the warp that reads the plan whose registers spill, once a pass. The more of the two ways of compiling it:
+#: by roles it is less where no stage rewrites tiles (plain forms: 0 to 8).
 HOPPER_SPECS = {
     "bf16 128": ({}, (32, 8, 32, 12)),
     "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (20, 8, 20, 8)),
-    "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (28, 4, 40, 12)),
+    "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (28, 8, 40, 12)),
     "256": ({"head_dim": 256}, (168, 132, 232, 200)),
     "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (36, 12, 36, 12)),
     "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (36, 8, 52, 24)),
@@ -112,8 +114,8 @@ HOPPER_SPECS = {
     # What spills lies at the ends of the loop over tiles, nothing in it.
     "mask": ({"variant": (v.custom_mask(),)}, (66, 50, 156, 140)),
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.
-    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (90, 58, 112, 96)),
-    "rope": ({"variant": (v.causal(), v.rope(128))}, (430, 322, 608, 496)),
+    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (90, 80, 112, 96)),
+    "rope": ({"variant": (v.causal(), v.rope(128))}, (430, 400, 608, 572)),
 }
 
 
@@ -128,7 +130,7 @@ def test_the_hopper_kernel(name):
         assert waits(source, (kernel,))
         for roles in forms(s, kernel):
             code, log = nvrtc.compile_kernel(source, (kernel,), roles, "sm_90a", name)
-            assert overwritten_operands(code) == []
+            assert overwritten_operands(code) == [] and (FRAME in log) == bool(roles)
             used = nvrtc.resources(log)[kernel]
             assert used.registers * threads_of(s, kernel) <= REGISTERS
             assert used.spilled <= spilled, (len(roles), used)
@@ -156,7 +158,7 @@ def test_the_wide_kernel(name):
     assert waits(source, (WIDE,))
     for roles in forms(s, WIDE):
         code, log = nvrtc.compile_kernel(source, (WIDE,), roles, "sm_90a", name)
-        assert overwritten_operands(code) == []
+        assert overwritten_operands(code) == [] and (FRAME in log) == bool(roles)
         used = nvrtc.resources(log)[WIDE]
         assert used.registers * threads_of(s, WIDE) * WIDE_CTAS <= REGISTERS
         assert used.spilled <= most, (len(roles), used)

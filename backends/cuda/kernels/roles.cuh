@@ -15,7 +15,7 @@ namespace roles {
 constexpr int kProgram = ATTNRT_ROLE;
 constexpr bool kBegins = kProgram <= 0;
 
-// Whether the program has what warps of a role do. Which warps they are is asked where the kernel begins; the programs of
+// Whether the program has what warps of a role do. Which warps they are is asked where the kernel begins; programs of
 // other roles are for those alone.
 __device__ constexpr bool holds(int role) { return kProgram < 0 || kProgram == role; }
 

@@ -206,3 +206,15 @@ def test_what_is_not_joined_is_compiled_in_one_piece(nvrtc, monkeypatch):
     s = spec(bent(0.5), head_dim=64)
     _, log = nvrtc.compile_kernel(render(s, DECODE), (DECODE,), render_roles(s, DECODE), "sm_90a", "x")
     assert set(nvrtc.resources(log)) == {DECODE} and FRAME not in log
+
+
+@pytest.mark.compile
+def test_assembly_that_the_assembler_refuses(nvrtc):
+    """The error is that of the kernel in one piece, with its log."""
+    s = spec(variants.cpp("own", logits='asm volatile("nonsense;");\nreturn s;'), head_dim=64)
+    roles = render_roles(s, DECODE)
+    with pytest.raises(NotJoined):
+        nvrtc.compile_roles(roles, DECODE, "sm_90a", "x")
+    with pytest.raises(CompileError) as caught:
+        nvrtc.compile_kernel(render(s, DECODE), (DECODE,), roles, "sm_90a", "x")
+    assert "nonsense" in caught.value.log and not isinstance(caught.value.__context__, NotJoined)
