@@ -235,11 +235,9 @@ extern "C" __device__ const int {WIDE_SMEM} = {SMEM_BYTES[WIDE]};
 extern "C" __global__ void __launch_bounds__({WIDE_THREADS}, {WIDE_CTAS})
 {WIDE}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char smem[];
-  if constexpr (attnrt::roles::kBegins) {{
-    attnrt::prefetch_plan(launch.run, gridDim.x);
-    attnrt::begin_run(launch.run);
-  }}
-  if (!attnrt::roles::kBegins || launch.run.plan->wide_items)
+  attnrt::prefetch_plan(launch.run, gridDim.x);
+  attnrt::begin_run(launch.run);
+  if (launch.run.plan->wide_items)
     attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, launch.maps, smem);
   attnrt::end_run(launch.run);
 }}
@@ -306,14 +304,16 @@ def _finishing(composed: Composed) -> Composed:
 
 
 def render_roles(spec: AttentionSpec, name: str) -> tuple[str, ...]:
-    """The named kernel as one text for each role of its warps, to be compiled at once and joined (joined.py); empty: it has one
-    role only. The first text is the same for many variants."""
+    """The named kernel as one text for each role of its warps, to be compiled at once and joined (joined.py); empty: it is
+    compiled in one piece. The first text is the same for many variants."""
     count = 0
-    if name in (DECODE, WIDE):
+    if name == DECODE:
         count = 2
-    elif name in HOPPER:
+    elif (
+        name in HOPPER and spec.kv_dtype == spec.q_dtype
+    ):  # fp8 by roles takes 2 to 3 % longer (performance.md, Compilation)
         maps = (spec.composed.query, spec.composed.key_map, spec.composed.value)
-        count = 2 if maps == (None,) * 3 and spec.kv_dtype == spec.q_dtype else 3
+        count = 2 if maps == (None,) * 3 else 3
     texts = [_text(spec, _told(spec.composed) if role == 0 else spec.composed, name) for role in range(count)]
     return tuple(f"#define ATTNRT_ROLE {role}\n{text}" for role, text in enumerate(texts))
 

@@ -114,7 +114,7 @@ HOPPER_SPECS = {
     # What spills lies at the ends of the loop over tiles, nothing in it.
     "mask": ({"variant": (v.custom_mask(),)}, (66, 50, 156, 140)),
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.
-    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (90, 80, 112, 96)),
+    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (90, 58, 112, 96)),
     "rope": ({"variant": (v.causal(), v.rope(128))}, (430, 400, 608, 572)),
 }
 
@@ -156,13 +156,12 @@ def test_the_wide_kernel(name):
     s = spec(**changes)
     source = render(s, WIDE)
     assert waits(source, (WIDE,))
-    for roles in forms(s, WIDE):
-        code, log = nvrtc.compile_kernel(source, (WIDE,), roles, "sm_90a", name)
-        assert overwritten_operands(code) == [] and (FRAME in log) == bool(roles)
-        used = nvrtc.resources(log)[WIDE]
-        assert used.registers * threads_of(s, WIDE) * WIDE_CTAS <= REGISTERS
-        assert used.spilled <= most, (len(roles), used)
-        assert not nvrtc.warnings_of(log), log
+    code, log = nvrtc.compile_source(source, "sm_90a", name)
+    assert overwritten_operands(code) == []
+    used = nvrtc.resources(log)[WIDE]
+    assert used.registers * threads_of(s, WIDE) * WIDE_CTAS <= REGISTERS
+    assert used.spilled <= most, used
+    assert not nvrtc.warnings_of(log), log
 
 
 def test_which_specs_the_hopper_kernel_takes():

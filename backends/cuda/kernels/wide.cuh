@@ -14,7 +14,6 @@
 #include "attnrt_variant.h"
 #include "finish.cuh"
 #include "masks.cuh"
-#include "roles.cuh"
 #include "wide_loader.cuh"
 
 namespace attnrt {
@@ -476,32 +475,26 @@ __device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* 
   using L = WideLayout<Config, Variant>;
   using M = WideMeta<L, Variant>;
   using Loader = WideLoader<Config, Variant>;
-  M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
   const PlanHeader& plan = *p.plan;
+  if (blockIdx.x >= plan.wide_workers) return;
   const int worker = plan.num_workers + blockIdx.x;
-  if constexpr (roles::kBegins) {
-    if (blockIdx.x >= plan.wide_workers) return;
-    if (plan.worker_indptr[worker] == plan.worker_indptr[worker + 1]) return;
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < L::kStages; ++i) {
-        ptx::mbar_init(ptx::smem_addr(&meta.full[i]), Loader::kFullCount);
-        ptx::mbar_init(ptx::smem_addr(&meta.empty[i]), 4 * L::kGroups);
-      }
-      ptx::mbar_init(ptx::smem_addr(&meta.spare), 4 * L::kGroups);
-      ptx::mbar_init_fence();
+  if (plan.worker_indptr[worker] == plan.worker_indptr[worker + 1]) return;
+  M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::kStages; ++i) {
+      ptx::mbar_init(ptx::smem_addr(&meta.full[i]), Loader::kFullCount);
+      ptx::mbar_init(ptx::smem_addr(&meta.empty[i]), 4 * L::kGroups);
     }
-    __syncthreads();
+    ptx::mbar_init(ptx::smem_addr(&meta.spare), 4 * L::kGroups);
+    ptx::mbar_init_fence();
   }
-  if (roles::kBegins ? threadIdx.x < 128 : roles::holds(0)) {
-    if constexpr (roles::holds(0)) {
-      ptx::reg_dealloc<72>();
-      Loader(p, params, maps, smem, meta).run(worker);
-    }
-  } else if constexpr (roles::holds(1)) {
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    ptx::reg_dealloc<72>();
+    Loader(p, params, maps, smem, meta).run(worker);
+  } else {
     ptx::reg_alloc<184>();
     Wide<Config, Variant>(p, params, smem).run();
-  } else {
-    roles::hand_over<1>();
   }
 }
 

@@ -133,7 +133,7 @@ def bent(by):
 
 def test_who_brings_keys_has_one_text_for_many_variants():
     """Logits are a matter of those that compute; whether there are any, bounds, and hooks on q are not."""
-    first = {name: render_roles(spec(bent(0.5)), name)[0] for name in (DECODE, WIDE, *HOPPER)}
+    first = {name: render_roles(spec(bent(0.5)), name)[0] for name in (DECODE, *HOPPER)}
     assert len(set(first.values())) == len(first)
     for other in (spec(bent(0.25)), spec(variants.cpp("own", logits="s * s"))):
         for name, text in first.items():
@@ -143,13 +143,12 @@ def test_who_brings_keys_has_one_text_for_many_variants():
         assert render_roles(other, DECODE)[0] != first[DECODE]
 
 
-def test_which_kernels_have_roles():
-    plain = spec()
-    assert [len(render_roles(plain, name)) for name in (ATTEND, MERGE, DECODE, WIDE, *HOPPER)] == [0, 0] + [
-        2
-    ] * 6
-    for rewritten in (spec(kv_dtype="float8_e4m3fn"), spec(variants.rope(128))):
-        assert [len(render_roles(rewritten, name)) for name in HOPPER] == [3] * 4
+def test_which_kernels_are_compiled_by_roles():
+    plain, fp8 = spec(), spec(kv_dtype="float8_e4m3fn")
+    others = (ATTEND, MERGE, WIDE)
+    assert [len(render_roles(plain, name)) for name in (*others, DECODE, *HOPPER)] == [0] * 3 + [2] * 5
+    assert [len(render_roles(fp8, name)) for name in (*others, DECODE, *HOPPER)] == [0] * 3 + [2] + [0] * 4
+    assert [len(render_roles(spec(variants.rope(128)), name)) for name in HOPPER] == [3] * 4
 
 
 @pytest.fixture
