@@ -64,9 +64,9 @@ def test_a_program_is_compiled_when_a_plan_needs_it(fake):
 s = spec()
 asked = []
 load = Fake.load
-def watch(self, source, names, device, label):
+def watch(self, source, names, device, label, roles=()):
     asked.extend(names)
-    return load(self, source, names, device, label)
+    return load(self, source, names, device, label, roles)
 Fake.load = watch
 def new(**options):
     cuda._kernels.clear()
