@@ -16,6 +16,7 @@
 // A lane (g = lane / 4, t = lane % 4) holds S^T of keys 16 warp + g (+8) and query rows 8n + 2t (+1).
 #pragma once
 #include "attnrt_variant.h"
+#include "decode_hint.cuh"
 #include "decode_loader.cuh"
 #include "finish.cuh"
 #include "masks.cuh"
@@ -66,14 +67,16 @@ class Decode {
 
   // Pass by pass, tile by tile, until the loading warp says that it was the last one.
   __device__ __forceinline__ void run() {
-    stage_ = phase_ = table_ = set_ = 0;
+    stage_ = phase_ = table_ = set_ = set_phase_ = 0;
     [[maybe_unused]] int marked = -1;
+    DecodeHint<Config, Variant>::first_tile(p_, group_ * gridDim.x + blockIdx.x, warp_, lane_);
     ptx::mbar_wait(ptx::smem_addr(&meta_.full[0]), 0);  // the loading warp knows by then
     ring_ = ptx::smem_addr(smem_) + meta_.ring;
 #pragma unroll 1
     for (;;) {
       int4 span = next_span();
       if (span.z & kOver) return;
+      ptx::mbar_wait(ptx::smem_addr(&meta_.open[set_]), set_phase_);
       const Rows& rows = meta_.rows[set_];
       int leaf = 0;
       {
@@ -124,7 +127,10 @@ class Decode {
       }
       ATTNRT_MARK(20);
       ptx::mbar_arrive_warp(ptx::smem_addr(&meta_.spare[set_]), lane_);
-      set_ = set_ + 1 == L::kSets ? 0 : set_ + 1;
+      if (++set_ == L::kSets) {
+        set_ = 0;
+        set_phase_ ^= 1;
+      }
     }
   }
 
@@ -537,8 +543,8 @@ class Decode {
   char* own_;  // the group's own memory
   M& meta_;
   int lane_, warp_, g_, t_;
-  unsigned ring_;                    // address of the group's first stage
-  int stage_, phase_, table_, set_;  // at hand
+  unsigned ring_;                                // address of the group's first stage
+  int stage_, phase_, table_, set_, set_phase_;  // at hand
 };
 
 // A CTA: groups of warps that compute, then a warp for each group that loads.
@@ -560,14 +566,21 @@ class DecodeGroups {
     // The first touch of a pool is a walk of page tables; let it happen beside those of the plan.
     if (threadIdx.x == 64 && p_.k.num_slots > 0) ptx::prefetch_l2(p_.k.ptr);
     if (threadIdx.x == 96 && p_.k.num_slots > 0) ptx::prefetch_l2(p_.v.ptr);
-    if (memory_.loads(warp_)) {
-      const int lane = threadIdx.x % 32;
-      M& meta = *reinterpret_cast<M*>(memory_.own(memory_.group_of(warp_)) + L::kOffsetMeta);
-      for (int i = lane; i < L::kMostStages; i += 32) {
-        ptx::mbar_init(ptx::smem_addr(&meta.full[i]), Loader::kFullCount);
-        ptx::mbar_init(ptx::smem_addr(&meta.empty[i]), L::kWarps * ptx::kWarpArrivals);
+    // Barriers by all warps of a group and one lane of each: initialisations of several lanes come one after the other.
+    M& meta = *reinterpret_cast<M*>(memory_.own(memory_.group_of(warp_)) + L::kOffsetMeta);
+    const int mine = memory_.loads(warp_) ? L::kWarps : warp_ % L::kWarps;
+    constexpr unsigned kRead = L::kWarps * ptx::kWarpArrivals;
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int i = 0; i < L::kMostStages; i += L::kWarps + 1) {
+        if (i + mine >= L::kMostStages) break;
+        ptx::mbar_init(ptx::smem_addr(&meta.full[i + mine]), Loader::kFullCount);
+        ptx::mbar_init(ptx::smem_addr(&meta.empty[i + mine]), kRead);
       }
-      if (lane < L::kSets) ptx::mbar_init(ptx::smem_addr(&meta.spare[lane]), L::kWarps * ptx::kWarpArrivals);
+      if (mine < L::kSets) {
+        ptx::mbar_init(ptx::smem_addr(&meta.open[mine]), Loader::kFullCount);
+        ptx::mbar_init(ptx::smem_addr(&meta.spare[mine]), kRead);
+      }
     }
     __syncthreads();
   }

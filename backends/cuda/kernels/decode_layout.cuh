@@ -40,9 +40,9 @@ struct DecodeLayout {
   static constexpr bool kHooks = Variant::has_logits || !Variant::mask_is_interval;
   static constexpr int kSets = kBlocks == 1 && !kHooks ? 2 : 1;  // of Q and its tables: the next pass is laid out early
   static constexpr int kSlots = kBlocks == 1 ? 64 : 16;
-  static constexpr int kMergeBatch = kBlocks == 1 ? 8 : 2;
   // Of a merge's columns, where there are fewer heads than warps.
   static constexpr int kSlices = Config::group == 1 && kDim == 128 ? 4 : Config::group <= 2 ? 2 : 1;
+  static constexpr int kMergeBatch = (kBlocks == 1 ? 8 : 2) * (kSlices == 2 ? 2 : 1);  // accumulators in flight
   static constexpr int kPitchQ = kDim * 2 + 16;
   // In a group's own memory.
   static constexpr int kOffsetP = 0;
@@ -92,10 +92,12 @@ struct alignas(16) DecodeTile {
 template <class L, class Variant>
 struct DecodeMeta {
   unsigned long long full[L::kMostStages], empty[L::kMostStages];  // barriers
-  unsigned long long spare[L::kSets];                              // the set's rows are done with
-  FirstItem first;       // of the worker; its item is overwritten by later ones
-  KvList list;           // at hand in the loading warp
-  int live_end;          // keys of the item that any of its rows has
+  unsigned long long open[L::kSets], spare[L::kSets];              // the set's rows and Q are laid out, are done with
+  // Of the loading warp, whichever group it loads for: where it is.
+  FirstItem first;  // of the worker; its item is overwritten by later ones
+  KvList list;      // at hand
+  int live_end;     // keys of the item that any of its rows has
+  // Of the group.
   int stages, tiles;     // stages of the ring that are this group's, and tables of tiles
   int ring, first_tile;  // where they begin: bytes into shared memory
   int top;               // and where TopOfPlan lies
@@ -104,6 +106,12 @@ struct DecodeMeta {
   float sums[L::kWarps][L::kRows];
   int slots[L::kSlots];  // of the first item's states in the merge list, where they are so few
   unsigned last;         // bit r: the query that begins with row r has all its states
+};
+
+// Warps that load for a group of warps that compute, tile by tile in turn: of which group, this one's place among them,
+// how many they are. A place past the last: nobody's.
+struct DecodeTeam {
+  int group, place, size;
 };
 
 // Where everything lies: the ring, each group's own memory, the tables of tiles, the top of the plan's header.
@@ -135,13 +143,30 @@ struct DecodeMemory {
     return reinterpret_cast<Tile*>(smem + meta.first_tile);
   }
 
-  // What of the ring is the group's: it is shared by those groups of the CTA that have work.
-  __device__ __forceinline__ void share(M& meta, int group, int workers) const {
+  // Groups of the CTA that have work, the first ones; at least one.
+  __device__ __forceinline__ int busy_of(int workers) const {
     // Without a division: many instructions, one after the other, before anything is asked for.
-    const int grid = static_cast<int>(gridDim.x);
     int busy = 1;
 #pragma unroll
-    for (int i = 1; i < L::kMostGroups; ++i) busy += i < groups && workers > i * grid;
+    for (int i = 1; i < L::kMostGroups; ++i)
+      busy += i < groups && workers > static_cast<int>(i * gridDim.x + blockIdx.x);
+    return busy;
+  }
+
+  // The loading warps of groups without work fill the rings of those that have some, where all get equally many.
+  __device__ __forceinline__ DecodeTeam team_of(int group, int busy, int most) const {
+    DecodeTeam team{group, 0, 1};
+#pragma unroll
+    for (int i = 1; i < L::kMostGroups; ++i) {
+      team.place += group >= i * busy;
+      team.size += (i + 1) * busy <= groups && i < most;
+    }
+    team.group -= team.place * busy;
+    return team;
+  }
+
+  // What of the ring is the group's: it is shared by those groups of the CTA that have work.
+  __device__ __forceinline__ void share(M& meta, int group, int busy) const {
     static_assert(L::kMostGroups == 4 && L::kMostStages < 256, "1 / 3 is 171 / 512 for numbers so small");
     const auto part = [&](int x) { return busy == 3 ? x * 171 >> 9 : x >> busy / 2; };
     const int tables = part(groups * L::kTiles), stages = min(part(groups * L::kStages), 2 * tables - 1);

@@ -30,49 +30,59 @@ class DecodeLoader {
   // Arrivals that fill a stage: every lane's copies, and the tables.
   static constexpr int kFullCount = 32 + ptx::kWarpArrivals;
 
+  // `group`: whose warp this is. Which group it loads for is known once the plan's header is there.
   __device__ __forceinline__ DecodeLoader(const RunParams& p, const ParamRef* params, const Memory& memory, int group)
       : p_(p),
         params_(params),
         memory_(memory),
-        own_(memory.own(group)),
-        meta_(*reinterpret_cast<M*>(own_ + L::kOffsetMeta)),
-        group_(group),
         lane_(threadIdx.x % 32),
-        item_(meta_.first.item),
+        team_(join(group)),
+        own_(memory.own(team_.group)),
+        meta_(*reinterpret_cast<M*>(own_ + L::kOffsetMeta)),
+        walk_(meta_of(group)),
+        group_(group),
+        item_(walk_.first.item),
         plan_(memory.plan()),
-        list_(meta_.list) {
-    stage_ = table_ = set_ = 0;
+        list_(walk_.list) {
+    set_ = 0;
     phase_ = spare_phase_ = 1;
+    skip_ = table_ = team_.place;
+    stage_ = 2 * team_.place;
+    ring_ = ptx::smem_addr(memory_.smem) + meta_.ring;
+    stages_ = meta_.stages;
   }
 
   __device__ __forceinline__ void run() {
-    const PlanHeader& plan = plan_;
-    const int worker = group_ * gridDim.x + blockIdx.x;
-    read_top(worker);
-    if (lane_ == 0) memory_.share(meta_, group_, plan.firsts ? plan.firsts : plan.num_workers);
-    __syncwarp();
-    ring_ = ptx::smem_addr(memory_.smem) + meta_.ring;
-    stages_ = meta_.stages;
     ATTNRT_MARK(2);
+    const PlanHeader& plan = plan_;
+    if (team_.place < team_.size) load(team_.group * gridDim.x + blockIdx.x);
+    if (plan.counters)
+      Merges::finish_empty(p_, plan, params_, group_ * gridDim.x + blockIdx.x, memory_.groups * gridDim.x);
+  }
+
+ private:
+  // All items of a worker, of which this warp loads every tile whose turn is its.
+  __device__ __forceinline__ void load(int worker) {
+    const PlanHeader& plan = plan_;
     // Which items come is kept in shared memory: the lanes' registers are wanted for copies.
-    if (worker < plan.firsts && meta_.first.flags & kFirstItem) {
+    FirstItem& at = walk_.first;
+    if (worker < plan.firsts && at.flags & kFirstItem) {
       flags_ |= kGiven;
     } else if (plan.firsts == 0 && worker < plan.num_workers) {
-      if (lane_ < 2) (&meta_.first.next)[lane_] = plan.worker_indptr[worker + lane_];
+      if (lane_ < 2) (&at.next)[lane_] = plan.worker_indptr[worker + lane_];
     } else if (lane_ == 0) {
-      meta_.first.next = meta_.first.end = 0;
+      at.next = at.end = 0;
     }
     __syncwarp();
 #pragma unroll 1
     for (;; flags_ &= ~kGiven) {
-      const WorkItem* const next = plan.work + meta_.first.next;
+      const WorkItem* const next = plan.work + at.next;
       if (!(flags_ & kGiven)) {
-        if (meta_.first.next >= meta_.first.end) break;
+        if (at.next >= at.end) break;
         __syncwarp();
         constexpr int kFields = sizeof(WorkItem) / sizeof(int);
-        if (lane_ < kFields)
-          reinterpret_cast<int*>(&meta_.first.item)[lane_] = reinterpret_cast<const int*>(next)[lane_];
-        if (lane_ == 0) ++meta_.first.next;
+        if (lane_ < kFields) reinterpret_cast<int*>(&at.item)[lane_] = reinterpret_cast<const int*>(next)[lane_];
+        if (lane_ == 0) ++at.next;
         __syncwarp();
       }
       part_ = item_.part == 0 ? plan.parts : p_.plan->parts + item_.part;
@@ -93,13 +103,15 @@ class DecodeLoader {
       }
       __syncwarp();  // all lanes have read the item
     }
-    if (plan.counters) Merges::finish_empty(p_, plan, params_, worker, memory_.groups * gridDim.x);
+    if (skip_ > 0) return;
     await(meta_.empty[stage_], phase_);
     if (lane_ == 0) table().span = make_int4(0, 0, kOver, 0);
-    complete(stage_);
+    complete(meta_.full[stage_]);
   }
 
- private:
+  __device__ __forceinline__ M& meta_of(int group) const {
+    return *reinterpret_cast<M*>(memory_.own(group) + L::kOffsetMeta);
+  }
   __device__ __forceinline__ static void prefetch_l2(const void* at) { ptx::prefetch_l2(at); }
   __device__ __forceinline__ static void await(unsigned long long& barrier, int phase) {
     ptx::mbar_wait(ptx::smem_addr(&barrier), phase);
@@ -107,43 +119,67 @@ class DecodeLoader {
 
   __device__ __forceinline__ DecodeTile<L>& table() const { return memory_.tiles(meta_)[table_]; }
 
-  // This stage is complete when all lanes' copies have landed. The tables are written by now.
-  __device__ __forceinline__ void complete(int stage) const {
-    const unsigned barrier = ptx::smem_addr(&meta_.full[stage]);
+  // The stage of this barrier is complete when all lanes' copies have landed. The tables are written by now.
+  __device__ __forceinline__ void complete(unsigned long long& full) const {
+    const unsigned barrier = ptx::smem_addr(&full);
     ptx::cp_async_mbar_arrive_noinc(barrier);
     ptx::mbar_arrive_warp(barrier, lane_);
   }
 
-  __device__ __forceinline__ void advance() {
-    if (++stage_ == stages_) {
-      stage_ = 0;
+  // By fewer stages than there are.
+  __device__ __forceinline__ void advance(int by = 1) {
+    if ((stage_ += by) >= stages_) {
+      stage_ -= stages_;
       phase_ ^= 1;
     }
   }
 
+  // Reads what is there to know of the plan, and tells it to the group. Groups without work have nothing else to wait
+  // for; their warps that load begin where those do for which they load besides.
+  __device__ __forceinline__ DecodeTeam join(int group) {
+    M& mine = meta_of(group);
+    read_top(mine, group);
+    const PlanHeader& plan = memory_.plan();
+    const int workers = plan.firsts ? plan.firsts : plan.num_workers, busy = memory_.busy_of(workers);
+    if (lane_ == 0) memory_.share(mine, group, busy);
+    __syncwarp();
+    // Where every multiprocessor has work, more than two tiles of each at once would only come later.
+    const DecodeTeam team = memory_.team_of(group, busy, workers < static_cast<int>(gridDim.x) ? L::kMostGroups : 2);
+    if (group >= busy) {
+      if (lane_ == 0) memory_.tiles(mine)->span = make_int4(0, 0, kOver, 0);
+      complete(mine.full[0]);
+      if (team.place < team.size)
+        reinterpret_cast<int*>(&mine.first)[lane_] = reinterpret_cast<const int*>(&meta_of(team.group).first)[lane_];
+    }
+    if (2 * busy <= memory_.groups) ptx::bar_sync(1 + L::kMostGroups, memory_.groups * 32);
+    return team;
+  }
+
   // The worker's first item and this group's share of the top of the header, read at once, into shared memory.
-  __device__ __forceinline__ void read_top(int worker) {
+  __device__ __forceinline__ void read_top(M& to, int group) {
+    const int worker = group * gridDim.x + blockIdx.x;
     const char* header = reinterpret_cast<const char*>(p_.plan);
     const unsigned at = kFirstAt + worker * sizeof(FirstItem);
     int mine = 0;
     if (at + sizeof(FirstItem) <= p_.behind + sizeof(PlanHeader))
       mine = reinterpret_cast<const int*>(header + at)[lane_];
-    int i = group_ * 32 + lane_, word = 0;
+    int i = group * 32 + lane_, word = 0;
     if (i < TopOfPlan::kWords) word = reinterpret_cast<const int*>(header)[i];
     // While these are on their way.
     flags_ = is_near(p_.k, p_.num_qo_heads) && is_near(p_.v, p_.num_qo_heads) ? kNear : 0;
+    if (flags_ && p_.k.vectors && p_.v.vectors && p_.k.page.divisor == p_.v.page.divisor) flags_ |= kPages;
 #pragma unroll 1
     while (i < TopOfPlan::kWords) {
       memory_.top().words[i] = word;
       if ((i += memory_.groups * 32) < TopOfPlan::kWords) word = reinterpret_cast<const int*>(header)[i];
     }
-    reinterpret_cast<int*>(&meta_.first)[lane_] = mine;
+    reinterpret_cast<int*>(&to.first)[lane_] = mine;
     ptx::bar_sync(1 + L::kMostGroups, memory_.groups * 32);  // of the warps that load
   }
 
   // The list of blocks of the item's rows under a head.
   __device__ __forceinline__ void open_list(int head) {
-    const FirstItem& first = meta_.first;
+    const FirstItem& first = walk_.first;
     KvList list;
     if (flags_ & kGiven && first.flags & kFirstList) {
       list.entries = first.entries;
@@ -159,90 +195,107 @@ class DecodeLoader {
     __syncwarp();
     if (lane_ == 0) {
       list_ = list;
-      meta_.live_end = min(item_.kv_end, limit);
+      walk_.live_end = min(item_.kv_end, limit);
     }
     __syncwarp();
-    flags_ = (flags_ & ~kRuns) | (has_runs() ? kRuns : 0);
+    flags_ = (flags_ & ~kRuns) | (flags_ & kPages && has_runs(list) ? kRuns : 0);
     window_ = window_end_ = 0;
-    if (flags_ & kGiven && first.flags & kFirstIds) {
-      window_ = first_tile<L::kTile>(plan_.rulers[item_.klass].start(item_.leaf_begin), item_.kv_begin);
-      window_end_ = window_ + L::kTile;
-      window_id_ = first.ids[lane_ & 3];
-      flags_ &= ~kFound;
-    }
   }
 
   // The keys of the item for kRows of its rows. An item without keys has one tile of dead ones: the empty set.
   __device__ __forceinline__ void pass(int head, int first) {
     const RulerDesc& ruler = plan_.rulers[item_.klass];
-    const bool any = item_.kv_begin < item_.kv_end;
-    int leaf = item_.leaf_begin;
-    const int start = ruler.start(leaf);
-    int tile = any ? first_tile<L::kTile>(start, item_.kv_begin) : start;
-    int stop = any ? min(ruler.start(leaf + 1), item_.kv_end) : start;
-    look_up(tile);
-    ATTNRT_MARK(4);
-    flags_ = (flags_ & ~kSecond) | kFirst | kMore;
+    int leaf = item_.leaf_begin, tile, stop;
+    ruler.leaf(leaf, tile, stop);
+    if (item_.kv_begin < item_.kv_end) {
+      tile = first_tile<L::kTile>(tile, item_.kv_begin);
+      stop = min(stop, item_.kv_end);
+    } else {
+      stop = tile;
+    }
+    if (window_end_ == 0 && flags_ & kGiven && walk_.first.flags & kFirstIds) {
+      window_ = tile;
+      window_end_ = tile + L::kTile;
+      window_id_ = walk_.first.ids[lane_ & 3];
+      flags_ &= ~kFound;
+    }
+    // From tile to tile, of which this warp fills every one whose turn is its: the number of the first such one in the
+    // pass comes before any, those of later ones are known ahead by the warps' number.
+    int now = 0, order = skip_, ends = 0;
+    int pos[2], slot[2];
+    bool held = false, dense = false, more = true;
 #pragma unroll 1
-    while (flags_ & kMore) {
-      const int now = tile;
-      int pos[2], slot[2];
-      const bool dense = place(now, head, pos, slot);
-      const int run = (now - window_) / 16;  // the lane that has the tile's first one, if dense
-      int flags = dense ? kAllLive | kDense : 0;
-      if ((tile += L::kTile) >= stop) {
-        flags |= kLastOfLeaf;
+    for (;;) {
+#pragma unroll 1
+      for (; skip_ > 0; --skip_) {
+        if ((tile += L::kTile) < stop) continue;
         if (++leaf >= item_.leaf_end) {
-          flags |= kLastOfPass;
-          flags_ &= ~kMore;
-        } else {
-          tile = ruler.start(leaf);
-          stop = min(ruler.start(leaf + 1), item_.kv_end);
+          more = false;
+          --skip_;
+          break;
         }
+        ruler.leaf(leaf, tile, stop);
+        stop = min(stop, item_.kv_end);
       }
-      if (flags_ & kMore) look_up(tile);
-#pragma unroll 1
-      for (int values = 0; values < 2; ++values) {
-        await(meta_.empty[stage_], phase_);
-        const PagedKv& kv = values ? p_.v : p_.k;
-        if (dense) {
-          const int at = list_.pos + now - list_.offset;
-          if (lane_ == 0 && !values) table().span = make_int4(at, at + L::kTile - 1, flags, now);
-          if constexpr (L::kHooks) {
-            if (!values) {
-#pragma unroll
-              for (int key = lane_; key < L::kTile; key += 32)
-                table().slot[key] = __shfl_sync(0xffffffffu, run_slot_, run + key / 16) + key % 16;
-            }
-          }
-          copy_runs(kv, values ? from_v_ : from_k_, run);
-        } else {
-          if (!values) tabulate(now, flags, pos, slot);
-          copy(kv, head, slot);
-        }
-        // The rest of what the pass needs is laid out while its first tile is on its way, which is complete after that.
-        if (!values && flags_ & kFirst) {
-          advance();
-          continue;
-        }
-        if (values && flags_ & kFirst) open(head, first);
-        // While keys are on their way: the last ones where all is known, the second tile's where there is to search.
-        const unsigned state = flags_ & (kFirst | kSecond | kMore);
-        const bool search = values ? state == kFirst : (state & kSecond) != 0, last = values && !(state & kMore);
-        if (item_.slot >= 0 && (knows_merge() ? last : search))
-          Merges::find(meta_, plan_, set_, knows_merge(), head, first);
-        if (values && flags_ & kFirst) complete(stage_ == 0 ? stages_ - 1 : stage_ - 1);
-        complete(stage_);
-        advance();
-        ATTNRT_MARK(values ? 7 : 6);
+      const int run = (now - window_) >> 4;  // the lane that has the tile's first one, if dense
+      if (more) look_up(tile);
+      ATTNRT_MARK(4);
+      if (held) {
+        fill(now, order, ends, run, head, first, dense, pos, slot);
+        order += team_.size;
       }
-      flags_ = flags_ & kFirst ? flags_ ^ (kFirst | kSecond) : flags_ & ~kSecond;
-      table_ = table_ + 1 == meta_.tiles ? 0 : table_ + 1;
+      if (team_.size == 1 ? held && order == 1 : !held && order + 1 == team_.size) {
+        open(head, first);
+        complete(meta_.open[set_]);
+      }
+      if (!more) break;
+      now = tile;
+      held = true;
+      skip_ = team_.size;
+      dense = place(now, head, pos, slot);
+      ends = dense ? kAllLive | kDense : 0;
+      if (tile + L::kTile >= stop) ends |= leaf + 1 < item_.leaf_end ? kLastOfLeaf : kLastOfLeaf | kLastOfPass;
     }
     if (++set_ == L::kSets) {
       set_ = 0;
       spare_phase_ ^= 1;
     }
+  }
+
+  // K and V of a tile, the one of the pass whose number is `order`.
+  __device__ __forceinline__ void fill(int now, int order, int flags, int run, int head, int first, bool dense,
+                                       const int (&pos)[2], const int (&slot)[2]) {
+    const bool last = flags & kLastOfPass;
+#pragma unroll 1
+    for (int values = 0; values < 2; ++values) {
+      await(meta_.empty[stage_], phase_);
+      const PagedKv& kv = values ? p_.v : p_.k;
+      if (dense) {
+        const int at = list_.pos + now - list_.offset;
+        if (lane_ == 0 && !values) table().span = make_int4(at, at + L::kTile - 1, flags, now);
+        if constexpr (L::kHooks) {
+          if (!values) {
+#pragma unroll
+            for (int key = lane_; key < L::kTile; key += 32)
+              table().slot[key] = __shfl_sync(0xffffffffu, run_slot_, run + key / 16) + key % 16;
+          }
+        }
+        copy_runs(kv, values ? from_v_ : from_k_, run);
+      } else {
+        if (!values) tabulate(now, flags, pos, slot);
+        copy(kv, head, slot);
+      }
+      // While keys are on their way: the last ones where all is known, the second tile's where there is to search.
+      const bool search = values ? order == 0 && last : order == 1;
+      if (item_.slot >= 0 && (knows_merge() ? values && last : search)) {
+        await(meta_.spare[set_], spare_phase_);
+        Merges::find(meta_, plan_, walk_.first, *part_, set_, knows_merge(), head, first);
+      }
+      complete(meta_.full[stage_]);
+      advance(values ? 2 * team_.size - 1 : 1);
+      ATTNRT_MARK(values ? 7 : 6);
+    }
+    if ((table_ += team_.size) >= meta_.tiles) table_ -= meta_.tiles;
   }
 
   // Whether 32 bits hold the offset of any of the pool's rows in units of 16 bytes, and that of 16 tokens in bytes.
@@ -259,10 +312,9 @@ class DecodeLoader {
 
   // The usual case, in a few instructions: blocks of the cache's own pages, 16 tokens or a multiple, so that a tile is
   // four runs of 16 tokens.
-  __device__ __forceinline__ bool has_runs() const {
+  __device__ __forceinline__ bool has_runs(const KvList& list) const {
     const unsigned block = part_->block.divisor;
-    return list_.indices && !list_.block_pos && !(block & 15) && !(list_.offset & 15) && block == p_.k.page.divisor &&
-           block == p_.v.page.divisor && p_.k.vectors && p_.v.vectors && flags_ & kNear;
+    return list.indices && !list.block_pos && !(block & 15) && !(list.offset & 15) && block == p_.k.page.divisor;
   }
 
   // Where a run begins, in units of 16 bytes; its block is a page.
@@ -275,7 +327,7 @@ class DecodeLoader {
 
   // Reads the block ids of this lane's keys, or of 32 runs, one a lane. Nothing depends on them before place().
   __device__ __forceinline__ void look_up(int tile) {
-    const bool dense = flags_ & kRuns && !(tile & 15) && tile >= item_.kv_begin && tile + L::kTile <= meta_.live_end;
+    const bool dense = flags_ & kRuns && !(tile & 15) && tile >= item_.kv_begin && tile + L::kTile <= walk_.live_end;
     flags_ = (flags_ & ~kTileRuns) | (dense ? kTileRuns : 0);
     if (!dense) {
       look_up_keys(tile);
@@ -301,7 +353,7 @@ class DecodeLoader {
     for (int h = 0; h < 2; ++h) {
       const int offset = tile + 32 * h + lane_;
       id_[h] = -1;
-      if (offset < item_.kv_begin || offset >= meta_.live_end) continue;
+      if (offset < item_.kv_begin || offset >= walk_.live_end) continue;
       int token;
       id_[h] = list_.indices ? block_of(offset, token) : 0;
     }
@@ -449,15 +501,15 @@ class DecodeLoader {
     }
   }
 
-  __device__ __forceinline__ bool knows_merge() const { return flags_ & kGiven && meta_.first.flags & kFirstMerge; }
+  __device__ __forceinline__ bool knows_merge() const { return flags_ & kGiven && walk_.first.flags & kFirstMerge; }
 
   // Rows and Q of a pass.
   __device__ __forceinline__ void open(int head, int first) {
     auto& rows = meta_.rows[set_];
     await(meta_.spare[set_], spare_phase_);
-    const bool known = flags_ & kGiven && meta_.first.flags & kFirstRow;
+    const bool known = flags_ & kGiven && walk_.first.flags & kFirstRow;
     fill_rows<Config, Variant>(p_, plan_, params_, item_, *part_, head, first, rows, [&](int query) {
-      const FirstItem& f = meta_.first;
+      const FirstItem& f = walk_.first;
       return known ? QueryRow{f.request, f.qo_row, f.qo_pos} : query_row(*part_, query);
     });
     if (lane_ == 0) {
@@ -515,17 +567,20 @@ class DecodeLoader {
   const RunParams& p_;
   const ParamRef* params_;
   const Memory memory_;
-  char* own_;
+  int lane_;
+  const DecodeTeam team_;
+  char* own_;  // the group's for which this warp loads, and its tables
   M& meta_;
-  int group_, lane_;
+  M& walk_;  // this warp's own
+  int group_;
   unsigned ring_;      // address of the group's first stage
   int stages_;         // of the group
   int stage_, phase_;  // to fill next
-  // The item at hand is the worker's first, with all that FirstItem says of it; 32 bits reach all of the pools; tiles
-  // of the list may be, the one to come is, four runs; the addresses of the window's runs are known. The tile at hand
-  // is the pass's first or second one; there are others behind it.
-  static constexpr unsigned kGiven = 1, kNear = 2, kRuns = 4, kTileRuns = 8, kFound = 16, kFirst = 32, kSecond = 64,
-                            kMore = 128;
+  int skip_;           // tiles until this warp's turn
+  // The item at hand is the worker's first, with all that FirstItem says of it; 32 bits reach all of the pools; whose
+  // pages have one size, and 16-byte copies reach them too; tiles
+  // of the list may be, the one to come is, four runs; the addresses of the window's runs are known.
+  static constexpr unsigned kGiven = 1, kNear = 2, kRuns = 4, kTileRuns = 8, kFound = 16, kPages = 32;
   unsigned flags_;
   int table_;  // of the next tile
   int set_, spare_phase_;

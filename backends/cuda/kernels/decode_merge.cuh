@@ -18,13 +18,12 @@ class DecodeMerges {
 
  public:
   // Into the row tables of a pass, by one warp: a lane per row searches the merge list, which rises with row and head,
-  // unless FirstItem says it (`known`).
-  __device__ __forceinline__ static void find(M& meta, const PlanHeader& plan, int set, bool known, int head,
-                                              int first) {
+  // unless FirstItem says it (`known`). Reads nothing of those tables: another warp may still be laying them out.
+  __device__ __forceinline__ static void find(M& meta, const PlanHeader& plan, const FirstItem& f, const PartDesc& part,
+                                              int set, bool known, int head, int first) {
     Rows& rows = meta.rows[set];
     const int lane = threadIdx.x % 32;
     if (known) {
-      const FirstItem& f = meta.first;
       const int count = f.merge_end - f.merge_begin;
       if (lane < L::kRows) {
         rows.counter[lane] = lane == 0 && plan.counters ? f.counter + head - f.item.head_begin : -1;
@@ -44,7 +43,8 @@ class DecodeMerges {
     }
     if (lane >= L::kRows) return;
     if (lane == 0) rows.slots = plan.merge_slots;
-    const int row = rows.qo_row[lane];
+    const int query = f.item.q_begin + (first + lane) / Config::group;
+    const int row = query < f.item.q_end ? query_row(part, query).qo_row : -1;
     const bool wanted = row >= 0 && (lane == 0 || (first + lane) % Config::group == 0);
     int low = 0;
 #pragma unroll 1
@@ -104,7 +104,7 @@ class DecodeMerges {
   // Rows of the merge list that no item has: the empty set.
   __device__ __noinline__ static void finish_empty(const RunParams& p, const PlanHeader& plan, const ParamRef* params,
                                                    int worker, int workers) {
-    const Merge<Config, Variant, L::kMergeBatch> merge(p, plan, params);
+    const Merge<Config, Variant, 2> merge(p, plan, params);
 #pragma unroll 1
     for (int i = worker; i < plan.num_merges; i += workers) {
       const MergeRow row = plan.merge_rows[i];

@@ -92,6 +92,25 @@ struct RulerDesc {
     }
     return offset + leaf * tail;
   }
+
+  // A leaf's first key, and the one behind its last.
+  __device__ __forceinline__ void leaf(int number, int& first, int& end) const {
+    int size_of_leaf = 0;
+    first = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool here = number < count[i];  // from the leaf's own run on, which leaves nothing of its number
+      const int n = here ? number : count[i];
+      if (here && size_of_leaf == 0) size_of_leaf = size[i];
+      first += n * size[i];
+      number -= n;
+    }
+    if (size_of_leaf == 0) {
+      first += number * tail;
+      size_of_leaf = tail;
+    }
+    end = first + size_of_leaf;
+  }
 };
 
 // Columns of a work item and of a merge row (scheduler/base.py WORK_FIELDS, MERGE_FIELDS).
