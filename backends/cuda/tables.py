@@ -205,7 +205,7 @@ FLOPS, BYTES, LAUNCH = 600e12, 4.4e12, 5e-6
 #: The decode kernel's workers (performance.md, E11): times its share that one reads which has its multiprocessor to itself, at
 #: 512 bytes a key, and from blocks that are no runs of 16 tokens; how much uneven multiprocessors count; seconds of second
 #: items, of a merge, and of each state of the row that has most.
-ALONE, SCATTERED, BUSY = 3.0, 1.3, 0.5
+ALONE, SCATTERED, BUSY = 3.0, 3.0, 0.5
 AGAIN, MERGE, FOLD = 3e-6, 1.8e-6, 0.09e-6
 
 #: Query-head rows of a tile of the wide kernel, and its CTAs per multiprocessor.
