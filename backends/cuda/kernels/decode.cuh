@@ -67,16 +67,15 @@ class Decode {
 
   // Pass by pass, tile by tile, until the loading warp says that it was the last one.
   __device__ __forceinline__ void run() {
-    stage_ = phase_ = table_ = set_ = set_phase_ = 0;
+    stage_ = phase_ = table_ = set_ = 0;
     [[maybe_unused]] int marked = -1;
-    DecodeHint<Config, Variant>::first_tile(p_, group_ * gridDim.x + blockIdx.x, warp_, lane_);
     ptx::mbar_wait(ptx::smem_addr(&meta_.full[0]), 0);  // the loading warp knows by then
-    ring_ = ptx::smem_addr(smem_) + meta_.ring;
+    if constexpr (kN == 1) ring_ = ptx::smem_addr(smem_) + meta_.ring;
 #pragma unroll 1
     for (;;) {
       int4 span = next_span();
       if (span.z & kOver) return;
-      ptx::mbar_wait(ptx::smem_addr(&meta_.open[set_]), set_phase_);
+      ptx::mbar_wait(ptx::smem_addr(&meta_.open[set_]), meta_.passes[warp_] / L::kSets & 1);
       const Rows& rows = meta_.rows[set_];
       int leaf = 0;
       {
@@ -127,10 +126,9 @@ class Decode {
       }
       ATTNRT_MARK(20);
       ptx::mbar_arrive_warp(ptx::smem_addr(&meta_.spare[set_]), lane_);
-      if (++set_ == L::kSets) {
-        set_ = 0;
-        set_phase_ ^= 1;
-      }
+      if (lane_ == 0) ++meta_.passes[warp_];
+      __syncwarp();
+      set_ = set_ + 1 == L::kSets ? 0 : set_ + 1;
     }
   }
 
@@ -174,6 +172,11 @@ class Decode {
     return reinterpret_cast<const DecodeTile<L>*>(smem_ + meta_.first_tile)[table_];
   }
 
+  // Address of the group's first stage; 16 rows have no register for it.
+  __device__ __forceinline__ unsigned ring() const {
+    return kN == 1 ? ring_ : ptx::smem_addr(smem_) + *static_cast<const volatile int*>(&meta_.ring);
+  }
+
   // The tile at hand, once its K is there.
   __device__ __forceinline__ int4 next_span() const {
     ptx::mbar_wait(ptx::smem_addr(&meta_.full[stage_]), phase_);
@@ -212,7 +215,7 @@ class Decode {
   __device__ __forceinline__ void scores(const unsigned (&q)[kQ][2], float (&s)[kN][4]) const {
 #pragma unroll
     for (int n = 0; n < kN; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-    const unsigned stage = ring_ + stage_ * L::kStageBytes;
+    const unsigned stage = ring() + stage_ * L::kStageBytes;
     const int row = warp_ * 16 + lane_ % 16;
     const unsigned base = stage + swizzled<L::kRowBytes>(row, lane_ / 16);  // a later chunk is one XOR away
     constexpr int kLoads = L::kFp8 ? kSteps / 2 : kSteps;
@@ -373,8 +376,10 @@ class Decode {
 
   // O^T += V^T P^T over this warp's columns and all keys of the tile.
   __device__ __forceinline__ void accumulate(State& state) const {
-    const unsigned weights = ptx::smem_addr(own_ + L::kOffsetP) + lane_ * 16;
-    const unsigned stage = ring_ + stage_ * L::kStageBytes;
+    int lane = lane_;
+    if constexpr (kN == 2) asm volatile("" : "+r"(lane));  // no register is left for the address from tile to tile
+    const unsigned weights = ptx::smem_addr(own_ + L::kOffsetP) + lane * 16;
+    const unsigned stage = ring() + stage_ * L::kStageBytes;
     // 16-bit: matrices (keys 0-7, columns 0-7), (keys 0-7, columns 8-15), then keys 8-15. fp8: a matrix has 16 columns,
     // so keys 0-7 and 8-15, of one or two column tiles.
     const int key = L::kFp8 ? lane_ % 16 : lane_ % 8 + lane_ / 16 * 8;
@@ -543,8 +548,8 @@ class Decode {
   char* own_;  // the group's own memory
   M& meta_;
   int lane_, warp_, g_, t_;
-  unsigned ring_;                                // address of the group's first stage
-  int stage_, phase_, table_, set_, set_phase_;  // at hand
+  unsigned ring_;
+  int stage_, phase_, table_, set_;  // at hand
 };
 
 // A CTA: groups of warps that compute, then a warp for each group that loads.
@@ -571,6 +576,7 @@ class DecodeGroups {
     const int mine = memory_.loads(warp_) ? L::kWarps : warp_ % L::kWarps;
     constexpr unsigned kRead = L::kWarps * ptx::kWarpArrivals;
     if (threadIdx.x % 32 == 0) {
+      if (mine < L::kWarps) meta.passes[mine] = 0;
 #pragma unroll
       for (int i = 0; i < L::kMostStages; i += L::kWarps + 1) {
         if (i + mine >= L::kMostStages) break;
@@ -589,6 +595,8 @@ class DecodeGroups {
     if (roles::kBegins ? memory_.loads(warp_) : roles::holds(0)) {
       if constexpr (roles::holds(0)) Loader(p_, params_, memory_, memory_.group_of(warp_)).run();
     } else if constexpr (roles::holds(1)) {
+      DecodeHint<Config, Variant>::first_tile(p_, memory_.group_of(warp_) * gridDim.x + blockIdx.x, warp_ % L::kWarps,
+                                              threadIdx.x % 32);
       Decode<Config, Variant>(p_, params_, memory_, warp_).run();
     } else {
       roles::hand_over<1>();

@@ -104,8 +104,9 @@ struct DecodeMeta {
   DecodeRows<L, Variant> rows[L::kSets];
   float reduce[L::kWarps][L::kRows];  // maxima
   float sums[L::kWarps][L::kRows];
-  int slots[L::kSlots];  // of the first item's states in the merge list, where they are so few
-  unsigned last;         // bit r: the query that begins with row r has all its states
+  int slots[L::kSlots];        // of the first item's states in the merge list, where they are so few
+  unsigned passes[L::kWarps];  // that each warp is through with
+  unsigned last;               // bit r: the query that begins with row r has all its states
 };
 
 // Warps that load for a group of warps that compute, tile by tile in turn: of which group, this one's place among them,

@@ -40,7 +40,6 @@ class DecodeLoader {
         own_(memory.own(team_.group)),
         meta_(*reinterpret_cast<M*>(own_ + L::kOffsetMeta)),
         walk_(meta_of(group)),
-        group_(group),
         item_(walk_.first.item),
         plan_(memory.plan()),
         list_(walk_.list) {
@@ -57,7 +56,8 @@ class DecodeLoader {
     const PlanHeader& plan = plan_;
     if (team_.place < team_.size) load(team_.group * gridDim.x + blockIdx.x);
     if (plan.counters)
-      Merges::finish_empty(p_, plan, params_, group_ * gridDim.x + blockIdx.x, memory_.groups * gridDim.x);
+      Merges::finish_empty(p_, plan, params_, memory_.group_of(threadIdx.x / 32) * gridDim.x + blockIdx.x,
+                           memory_.groups * gridDim.x);
   }
 
  private:
@@ -571,8 +571,7 @@ class DecodeLoader {
   const DecodeTeam team_;
   char* own_;  // the group's for which this warp loads, and its tables
   M& meta_;
-  M& walk_;  // this warp's own
-  int group_;
+  M& walk_;            // this warp's own
   unsigned ring_;      // address of the group's first stage
   int stages_;         // of the group
   int stage_, phase_;  // to fill next
