@@ -295,6 +295,13 @@ CUDA_MUTANTS = (
         test=EMULATED + " -k cuts",
     ),
     Mutant(
+        name="warps that load for one group take no turns",
+        file=KERNELS + "decode_loader.cuh",
+        old="      skip_ = team_.size;\n",
+        new="      skip_ = 1;\n",
+        test=EMULATED + " -k cuts",
+    ),
+    Mutant(
         name="a counter is left as it is",
         file=KERNELS + "decode_merge.cuh",
         old="      if (last) *counter = 0;\n",

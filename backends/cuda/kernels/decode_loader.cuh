@@ -4,6 +4,9 @@
 // and Q. All that it waits for (items, lists, block ids, rows) is hidden behind the stages that are on their way, and
 // none of its instructions stand in the way of those that compute.
 //
+// A group without work has a loading warp that would only leave: it loads for another group, and all that load for one
+// walk the same items and take a tile each in turn (docs/performance.md, E14).
+//
 // A lane finds the slots of two keys, l and l + 32, one tile ahead, or the address of one run of 16 tokens for eight
 // tiles; all lanes copy.
 #pragma once
