@@ -295,6 +295,18 @@ def test_a_team_leaves_workers_to_the_others():
     assert used[0] == end - first >= used[1] > used[2] > used[3] == 0
 
 
+@pytest.mark.parametrize(("again", "items"), [(0.0, 12), (500.0, 4)])
+def test_second_items_of_a_team_have_a_price(again, items):
+    """Where a second start costs a team much, its cuts leave no worker more than one item."""
+    machine = plan_cases.traits(12, wide=8)
+    machine = replace(machine, teams=tuple(replace(team, again=again) for team in machine.teams))
+    plan = make_plan(plan_cases.spec(8, 1), plan_cases.paged([2] * 2, [681] * 2), machine)
+    verify_plan(plan)
+    first, end = machine.workers_of("wide")
+    assert plan.work.worker_indptr[end] - plan.work.worker_indptr[first] == len(plan.work) == items
+    assert end - first == 5
+
+
 @pytest.mark.parametrize(
     ("sharing", "items"),
     [
