@@ -302,6 +302,13 @@ CUDA_MUTANTS = (
         test=EMULATED + " -k cuts",
     ),
     Mutant(
+        name="warps that load for one group run passes ahead",
+        file=KERNELS + "decode_loader.cuh",
+        old="    if (team_.size > 1) await(meta_.spare[set_], spare_phase_);\n",
+        new="",
+        test=EMULATED + " -k passes_of_warps",
+    ),
+    Mutant(
         name="a counter is left as it is",
         file=KERNELS + "decode_merge.cuh",
         old="      if (last) *counter = 0;\n",

@@ -85,6 +85,15 @@ def test_rows_in_passes(early):
     both(spec(), MIXED, early=early)
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("heads", [(8, 2), (16, 1)])
+@pytest.mark.parametrize("name", ["causal", "alibi"])
+def test_passes_of_warps_that_share_a_group(name, heads, early):
+    """Few items of many short passes: warps of idle groups load for others, and each lays out the rows of some passes."""
+    s = spec(variant=VARIANTS[name], num_qo_heads=heads[0], num_kv_heads=heads[1])
+    both(s, ([16, 8, 40], [30, 0, 70]), early=early, multiprocessors=40)
+
+
 @pytest.mark.parametrize("lengths", [MIXED, DECODE, ([5], [300])], ids=["mixed", "decode", "wide"])
 def test_two_crews(lengths):
     """Each item by its rows to one of two kernels, and the bits of either alone."""

@@ -222,6 +222,9 @@ class DecodeLoader {
       window_id_ = walk_.first.ids[lane_ & 3];
       flags_ &= ~kFound;
     }
+    // Of warps that share a group each lays out the rows of some passes only. All of them wait for the set here, or who
+    // is fast would be two phases of its barrier ahead, where it cannot tell one phase from the next.
+    if (team_.size > 1) await(meta_.spare[set_], spare_phase_);
     // From tile to tile, of which this warp fills every one whose turn is its: the number of the first such one in the
     // pass comes before any, those of later ones are known ahead by the warps' number.
     int now = 0, order = skip_, ends = 0;
