@@ -120,7 +120,7 @@ def counted(name: str, provider: str) -> Iterator[dict[str, str]]:
 
 def shown(column: str, value: float, unit: str) -> str:
     """A number in the column's unit; ncu chooses its own."""
-    value *= _SCALE.get(unit.split("/")[0], 1.0)
+    value *= _SCALE.get(unit.split("/", maxsplit=1)[0], 1.0)
     if "MB" in column or "million" in column:
         value /= 1e6
     elif "KB" in column:

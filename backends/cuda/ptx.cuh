@@ -248,6 +248,12 @@ ATTNRT_DEV void mbar_wait(u32 bar, u32 parity) {
   }
 }
 
+// Waits until a count in shared memory has come so far.
+ATTNRT_DEV void wait_for(const u32* count, int least) {
+  while (static_cast<int>(*static_cast<const volatile u32*>(count)) < least) {
+  }
+}
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // Makes mbarrier.init visible to the asynchronous proxy (and to the cluster).
 ATTNRT_DEV void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }

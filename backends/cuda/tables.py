@@ -202,7 +202,7 @@ def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
 #: costs (performance.md).
 FLOPS, BYTES, LAUNCH = 600e12, 4.4e12, 5e-6
 
-#: The decode kernel's workers (performance.md, E11, E14): times its share that one reads which has its multiprocessor to itself, at
+#: The decode kernel's workers (performance.md, E11, E14): times its share that one reads which has a multiprocessor to itself, at
 #: 512 bytes a key, and from blocks that are no runs of 16 tokens; how much uneven multiprocessors count; seconds of second
 #: items, of a merge, and of each state of the row that has most.
 ALONE, SCATTERED, BUSY = 3.0, 3.0, 0.5

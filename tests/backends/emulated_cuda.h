@@ -196,21 +196,26 @@ static bool run_cta() {
     fibers[i].over = false;
     fibers[i].groups.assign(1, {});
   }
-  for (;;) {
+  // Warps are not equally fast: for a while at a time some of them rest.
+  uint32_t resting = 0;
+  for (int round = 0;; ++round) {
     const uint64_t before = events;
     bool any = false;
     seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+    if (round % 64 == 0) resting = static_cast<uint32_t>(seed >> 33) & static_cast<uint32_t>(seed >> 21);
     const int first = static_cast<int>(seed >> 40), step = static_cast<int>(seed >> 20 | 1);
     for (int k = 0; k < kThreads; ++k) {
       const int i = (first + k * step) & (kThreads - 1);
       if (i >= threads || fibers[i].over) continue;
       any = true;
+      if (resting >> i / 32 & 1) continue;
       current = i;
       threadIdx.x = static_cast<unsigned>(i);
       emu_switch(&home, fibers[i].sp);
     }
     if (!any) return true;
-    const bool stuck = events == before;
+    const bool stuck = events == before && !resting;
+    if (events == before) resting = 0;
     if (stuck && landings.empty()) return false;  // all wait: lanes disagree about a collective
     land_some(stuck);
   }
@@ -391,6 +396,9 @@ ATTNRT_DEV void cp_async_mbar_arrive_noinc(u32 bar) {
 }
 ATTNRT_DEV void mbar_wait(u32 bar, u32 parity) {
   while ((barrier_at(bar)->phase & 1) == parity) emu::yield();
+}
+ATTNRT_DEV void wait_for(const u32* count, int least) {
+  while (static_cast<int>(*count) < least) emu::yield();
 }
 ATTNRT_DEV void bar_sync(u32 id, u32 threads) {
   emu::named[id].join(static_cast<int>(threads), [] {});

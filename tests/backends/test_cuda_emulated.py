@@ -94,6 +94,13 @@ def test_passes_of_warps_that_share_a_group(name, heads, early):
     both(s, ([16, 8, 40], [30, 0, 70]), early=early, multiprocessors=40)
 
 
+@pytest.mark.parametrize("name", ["causal", "alibi", "all"])
+@pytest.mark.parametrize("lengths", [([16], [50]), ([16, 9], [150, 30]), ([40], [60])])
+def test_passes_of_few_tiles_in_turns(name, lengths):
+    """Warps that load for one group are passes ahead of those that compute or behind, where they have no tile."""
+    both(spec(variant=VARIANTS[name]), lengths, multiprocessors=8)
+
+
 @pytest.mark.parametrize("lengths", [MIXED, DECODE, ([5], [300])], ids=["mixed", "decode", "wide"])
 def test_two_crews(lengths):
     """Each item by its rows to one of two kernels, and the bits of either alone."""

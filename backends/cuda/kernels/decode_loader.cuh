@@ -46,8 +46,8 @@ class DecodeLoader {
         item_(walk_.first.item),
         plan_(memory.plan()),
         list_(walk_.list) {
-    set_ = 0;
-    phase_ = spare_phase_ = 1;
+    phase_ = 1;
+    pass_ = 0;
     skip_ = table_ = team_.place;
     stage_ = 2 * team_.place;
     ring_ = ptx::smem_addr(memory_.smem) + meta_.ring;
@@ -222,9 +222,6 @@ class DecodeLoader {
       window_id_ = walk_.first.ids[lane_ & 3];
       flags_ &= ~kFound;
     }
-    // Of warps that share a group each lays out the rows of some passes only. All of them wait for the set here, or who
-    // is fast would be two phases of its barrier ahead, where it cannot tell one phase from the next.
-    if (team_.size > 1) await(meta_.spare[set_], spare_phase_);
     // From tile to tile, of which this warp fills every one whose turn is its: the number of the first such one in the
     // pass comes before any, those of later ones are known ahead by the warps' number.
     int now = 0, order = skip_, ends = 0;
@@ -252,7 +249,7 @@ class DecodeLoader {
       }
       if (team_.size == 1 ? held && order == 1 : !held && order + 1 == team_.size) {
         open(head, first);
-        complete(meta_.open[set_]);
+        complete(meta_.open[set()]);
       }
       if (!more) break;
       now = tile;
@@ -262,10 +259,7 @@ class DecodeLoader {
       ends = dense ? kAllLive | kDense : 0;
       if (tile + L::kTile >= stop) ends |= leaf + 1 < item_.leaf_end ? kLastOfLeaf : kLastOfLeaf | kLastOfPass;
     }
-    if (++set_ == L::kSets) {
-      set_ = 0;
-      spare_phase_ ^= 1;
-    }
+    ++pass_;
   }
 
   // K and V of a tile, the one of the pass whose number is `order`.
@@ -294,8 +288,8 @@ class DecodeLoader {
       // While keys are on their way: the last ones where all is known, the second tile's where there is to search.
       const bool search = values ? order == 0 && last : order == 1;
       if (item_.slot >= 0 && (knows_merge() ? values && last : search)) {
-        await(meta_.spare[set_], spare_phase_);
-        Merges::find(meta_, plan_, walk_.first, *part_, set_, knows_merge(), head, first);
+        await_set();
+        Merges::find(meta_, plan_, walk_.first, *part_, set(), knows_merge(), head, first);
       }
       complete(meta_.full[stage_]);
       advance(values ? 2 * team_.size - 1 : 1);
@@ -509,10 +503,24 @@ class DecodeLoader {
 
   __device__ __forceinline__ bool knows_merge() const { return flags_ & kGiven && walk_.first.flags & kFirstMerge; }
 
+  // The rows and Q that the pass has for itself, one set after the other.
+  __device__ __forceinline__ int set() const { return pass_ % L::kSets; }
+
+  // Waits until those who compute are through with the pass that had the set before. Passes are opened by warps in
+  // turn, so that one may be several passes ahead of those who compute, and a barrier tells a phase from the one before
+  // it alone: the passes are counted besides.
+  __device__ __forceinline__ void await_set() const {
+    if (team_.size > 1) {
+#pragma unroll 1
+      for (int warp = 0; warp < L::kWarps; ++warp) ptx::wait_for(&meta_.passes[warp], pass_ + 1 - 2 * L::kSets);
+    }
+    await(meta_.spare[set()], pass_ / L::kSets + 1 & 1);
+  }
+
   // Rows and Q of a pass.
   __device__ __forceinline__ void open(int head, int first) {
-    auto& rows = meta_.rows[set_];
-    await(meta_.spare[set_], spare_phase_);
+    auto& rows = meta_.rows[set()];
+    await_set();
     const bool known = flags_ & kGiven && walk_.first.flags & kFirstRow;
     fill_rows<Config, Variant>(p_, plan_, params_, item_, *part_, head, first, rows, [&](int query) {
       const FirstItem& f = walk_.first;
@@ -529,7 +537,7 @@ class DecodeLoader {
     __syncwarp();
     typedef typename Bits<Config::q_type>::type Element;
     constexpr int kPieces = L::kDim / 8;  // of 16 bytes
-    char* q = own_ + L::kOffsetQ + set_ * (L::kRows * L::kPitchQ);
+    char* q = own_ + L::kOffsetQ + set() * (L::kRows * L::kPitchQ);
     const unsigned long long strides = p_.q_stride_row | p_.q_stride_head;
     if (!((reinterpret_cast<unsigned long long>(p_.q) | strides * 2) & 15)) {
 #pragma unroll
@@ -588,7 +596,7 @@ class DecodeLoader {
   static constexpr unsigned kGiven = 1, kNear = 2, kRuns = 4, kTileRuns = 8, kFound = 16, kPages = 32;
   unsigned flags_;
   int table_;  // of the next tile
-  int set_, spare_phase_;
+  int pass_;   // of the worker
   const WorkItem& item_;
   const PlanHeader& plan_;  // its top, in shared memory; not more than one part
   const PartDesc* part_;
