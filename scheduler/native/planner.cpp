@@ -89,8 +89,7 @@ int Planner::plan(const attnrt_problem& problem, attnrt_counts& counts) {
   Crew& own = *crews.begin();
   double beside = 0.0;  // time of teams that start on multiprocessors which the machine's own workers leave them
   for (const Crew& crew : crews)
-    if (&crew != &own && crew.traits->first_class == 0)
-      beside = std::max(beside, crew.best->time * crew.traits->unit);
+    if (&crew != &own && crew.traits->first_class == 0) beside = std::max(beside, crew.best->time * crew.traits->unit);
   if (pr->mode == 0) gather(own, *own.best, beside);
   merges.list(problem, found, crews, slots);
   counts = {items, int64_t(merges.num_merges), int64_t(merges.num_entries), slots};

@@ -199,8 +199,7 @@ class WideLoader {
       const int token = slot - page * static_cast<int>(pages.divisor);
       ptx::mbar_arrive_expect_tx(full, kBoxBytes * (L::kDim / 64));
 #pragma unroll
-      for (int c = 0; c < L::kDim / 64; ++c)
-        load(to + c * L::kSlabKv, map, full, c * 64, token, head, page);
+      for (int c = 0; c < L::kDim / 64; ++c) load(to + c * L::kSlabKv, map, full, c * 64, token, head, page);
     }
     __syncwarp();
     next_stage();
