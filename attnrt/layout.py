@@ -163,16 +163,8 @@ class Limits:
             ("max_mask_bytes", masks, self.max_mask_bytes),
             ("max_partial_slots", plan.num_slots, self.slots(traits)),
             ("num_pages", pages_named(index), self.num_pages),
-            (
-                "max_qo_len",
-                0 if self.max_qo_len is None else most_of(index.requests.qo_lens),
-                self.max_qo_len,
-            ),
-            (
-                "max_kv_len",
-                0 if self.max_kv_len is None else most_of(index.requests.kv_lens),
-                self.max_kv_len,
-            ),
+            ("max_qo_len", _most(index.requests.qo_lens, self.max_qo_len), self.max_qo_len),
+            ("max_kv_len", _most(index.requests.kv_lens, self.max_kv_len), self.max_kv_len),
             ("max_workers", plan.traits.num_workers, self.max_workers),
         )
         for name, needed, given in needs:
@@ -188,9 +180,9 @@ class Limits:
                 raise LimitError("min_qo_len", shortest, self.min_qo_len, hint)
 
 
-def most_of(lens: np.ndarray) -> int:
-    """The largest of some lengths; 0 of none."""
-    return int(lens.max(initial=0))
+def _most(lens: np.ndarray, limit: int | None) -> int:
+    """The largest of some lengths; 0 of none, and where nobody asks."""
+    return 0 if limit is None else int(lens.max(initial=0))
 
 
 def plan_parts(parts: int) -> int:

@@ -30,22 +30,14 @@ METRICS = {
     "tensor cores busy, %": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "issue slots used, %": "smsp__issue_active.avg.pct_of_peak_sustained_elapsed",
     "instructions, million": "smsp__inst_executed.sum",
-    "no instruction, % of stalls": "smsp__average_warps_issue_stalled_no_instruction_per_issue_active.ratio",
+    "waits for instructions, per issue": "smsp__average_warps_issue_stalled_no_instruction_per_issue_active.ratio",
     "DRAM read, MB": "dram__bytes_read.sum",
     "L2 hits, %": "lts__t_sector_hit_rate.pct",
 }
-_SCALE = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "nsecond": 1e-3, "usecond": 1.0, "ns": 1e-3}
-_SCALE |= {
-    "us": 1.0,
-    "msecond": 1e3,
-    "ms": 1e3,
-    "hz": 1e-9,
-    "Hz": 1e-9,
-    "Mhz": 1e-3,
-    "MHz": 1e-3,
-    "Ghz": 1.0,
-    "GHz": 1.0,
-}
+#: What makes a unit of ncu's bytes, us or GHz.
+_SCALE = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+_SCALE |= {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}
+_SCALE |= {"hz": 1e-9, "Hz": 1e-9, "Mhz": 1e-3, "MHz": 1e-3, "Ghz": 1.0, "GHz": 1.0}
 
 
 def shapes() -> list[Shape]:

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+import mutants
+
 ROOT = Path(__file__).resolve().parents[1]
-_found = importlib.util.spec_from_file_location("mutants", ROOT / "tests" / "mutants.py")
-mutants = importlib.util.module_from_spec(_found)
-sys.modules["mutants"] = mutants
-_found.loader.exec_module(mutants)
 
 
 def test_every_fault_finds_its_place():

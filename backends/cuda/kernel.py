@@ -376,12 +376,7 @@ class CudaKernel:
             self._rulers = (classes, rulers)
         parts = self._parts.get(first)
         if parts is None:
-            parts = self._parts.put(
-                pack.pack_parts(
-                    loaded.parts, pack.reads_positions(loaded.plan), pack.most_queries(loaded.plan)
-                ),
-                first,
-            )
+            parts = self._parts.put(pack.parts_of(loaded), first)
         pack.fill_header(loaded, target, rulers, parts)
 
     def repeat(self, call: Call, limits: Limits | None) -> Repeat:

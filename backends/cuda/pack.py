@@ -39,11 +39,11 @@ __all__ = [
     "has_items",
     "items_of",
     "layout_asserts",
-    "most_queries",
     "pack_parts",
     "pack_rulers",
     "paged",
     "paged_bytes",
+    "parts_of",
     "plan_folds",
     "plan_place",
     "reads_positions",
@@ -251,11 +251,6 @@ def _part(part: PartViews, positions: bool, most: int) -> tuple[int, ...]:
     return (*pointers, *fast_div(part.block_size), part.heads, part.request.shape[0], most)
 
 
-def most_queries(plan: Plan) -> tuple[int, ...]:
-    """Queries of the longest block row of each part."""
-    return tuple(part.block_size[0] for part in plan.parts)
-
-
 def pack_parts(parts: tuple[PartViews, ...], positions: bool, most: tuple[int, ...] = ()) -> bytes:
     """The header's parts; the same for every plan of one loaded index. ``positions``: ``reads_positions`` of the plan;
     ``most``: queries of each part's longest block row, where they are known.
@@ -267,10 +262,14 @@ def pack_parts(parts: tuple[PartViews, ...], positions: bool, most: tuple[int, .
     """
     if len(parts) > MAX_PARTS:
         raise LimitError("parts of an index on CUDA", len(parts), MAX_PARTS, "Merge levels of the cascade")
-    known = (*most, *[0] * len(parts))
-    return b"".join(
-        [_PART.pack(*_part(*one)) for one in zip(parts, [positions] * len(parts), known, strict=False)]
-    )
+    known = most or (0,) * len(parts)
+    return b"".join([_PART.pack(*_part(part, positions, n)) for part, n in zip(parts, known, strict=True)])
+
+
+def parts_of(loaded: Loaded) -> bytes:
+    """``pack_parts`` of a loaded plan."""
+    most = tuple(part.block_size[0] for part in loaded.plan.parts)
+    return pack_parts(loaded.parts, reads_positions(loaded.plan), most)
 
 
 def fill_header(
@@ -284,7 +283,7 @@ def fill_header(
     target : uint8 [HEADER.itemsize or more], writable
         Where there is room for them, the workers' first items follow (``fill_first``).
     rulers, parts : bytes, optional
-        ``pack_rulers(loaded.plan.traits.classes)``, ``pack_parts(loaded.parts, reads_positions(loaded.plan))``.
+        ``pack_rulers(loaded.plan.traits.classes)``, ``parts_of(loaded)``.
 
     Raises
     ------
@@ -292,7 +291,7 @@ def fill_header(
         More index parts than a header holds.
     """
     if parts is None:
-        parts = pack_parts(loaded.parts, reads_positions(loaded.plan), most_queries(loaded.plan))
+        parts = parts_of(loaded)
     plan = loaded.plan
     traits = plan.traits
     wide, team = traits.workers_of(WIDE), traits.workers_of(HOPPER)

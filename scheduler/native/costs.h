@@ -67,9 +67,8 @@ class Costs {
   // Of merges, and of second items.
   double of_cuts(const Crew& crew, const Candidate& c) const {
     const attnrt_crew& t = *crew.traits;
-    double merge = c.cuts ? t.merge + t.fold * double(c.states) : 0.0;
-    if (!t.share) merge = c.cuts ? t.fixed * pr->num_kv_heads : 0.0;
-    return merge + (int64_t(c.count) > crew.workers ? t.again : 0.0);
+    const double merge = t.share ? t.merge + t.fold * double(c.states) : t.fixed * pr->num_kv_heads;
+    return (c.cuts ? merge : 0.0) + (int64_t(c.count) > crew.workers ? t.again : 0.0);
   }
 
   double score(const Crew& crew, const Candidate& c) const { return c.time + of_cuts(crew, c); }
