@@ -377,7 +377,9 @@ def _tenants(
         chosen, where = resolve(spec, Features(), where, backend)
         traits = chosen.traits(spec, Features(), where)
         header = int(getattr(chosen, "header_nbytes", 0))
-        header += int(getattr(chosen, "header_nbytes_per_worker", 0)) * traits.num_workers
+        ranges = [traits.workers_of(name) for name in (None, *getattr(chosen, "header_teams", ()))]
+        workers = sum(end - first for first, end in ranges)
+        header += int(getattr(chosen, "header_nbytes_per_worker", 0)) * workers
         itemsize = int(getattr(chosen, "partial_itemsize", 4))
         if limits is None:
             layout = CellLayout(plan=0, header=lay.align(header), index=0, slots=0, acc=0, ml=0)

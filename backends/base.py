@@ -189,9 +189,9 @@ class Backend(Protocol):
     """A way to run plans. ``name`` is its registry name.
 
     These attributes are optional. ``header_nbytes`` (0), and ``header_nbytes_per_worker`` (0) more for each worker of the
-    traits: room that the backend wants at a fixed device address for each attention; its kernels then have
-    ``pack_header(loaded, target)``, which fills a writable uint8 array of that length on the host, and the copy of the load
-    brings it there. ``partial_itemsize`` (4): 8 makes partial states float64.
+    traits that is of no team or of one of ``header_teams`` (none): room that the backend wants at a fixed device address for
+    each attention; its kernels then have ``pack_header(loaded, target)``, which fills a writable uint8 array of that length on
+    the host, and the copy of the load brings it there. ``partial_itemsize`` (4): 8 makes partial states float64.
     """
 
     name: str

@@ -41,6 +41,7 @@ class CudaBackend:
     name = "cuda"
     header_nbytes = pack.FIRST_AT
     header_nbytes_per_worker = pack.FIRST_ITEM_BYTES
+    header_teams = (tables.WIDE,)
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[AttentionSpec, int], CudaKernel] = {}

@@ -107,7 +107,7 @@ HEADER = np.dtype(
     + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers")]
     + [(name, "<i4") for name in ("box_log2", "page_box_log2", "solid")]
     + [("num_items", "<i4"), ("wide_workers", "<i4"), ("firsts", "<i4"), ("wide_items", "<i4")]
-    + [("folds", "<i4"), ("pad", "<i4")]
+    + [("folds", "<i4"), ("wide_firsts", "<i4")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
 #: Where each worker's FirstItem lies, from the header's start, and its size.
@@ -131,7 +131,7 @@ LAUNCH_RUN = np.dtype(
         ("sm_scale", "<f4"),
         ("num_qo_heads", "<i4"),
         ("first", "<i4"),
-        ("pad", "<i4"),
+        ("lines", "<i4"),
     ]
 )
 
@@ -204,9 +204,15 @@ def _first_parts(parts: tuple[BlockSparse, ...], positions: bool) -> tuple[Any, 
     return packed, held
 
 
+def _lines(plan: Plan) -> int:
+    """Workers that have a place for their first item: those of no team, then those of the wide kernel."""
+    first, end = plan.traits.workers_of(WIDE)
+    return plan.traits.num_workers + end - first
+
+
 def has_first(plan: Plan, nbytes: int) -> bool:
     """Whether the workers' first items fit behind a header with so many bytes."""
-    return nbytes >= FIRST_AT + FIRST_ITEM_BYTES * plan.traits.num_workers
+    return nbytes >= FIRST_AT + FIRST_ITEM_BYTES * _lines(plan)
 
 
 def first_writer(loaded: Loaded) -> tuple[int, ...]:
@@ -218,27 +224,31 @@ def first_writer(loaded: Loaded) -> tuple[int, ...]:
     return address, FIRST_AT, _AT_FIRSTS, _AT_RULERS, plan.traits.classes[0].kv_tile, reads_positions(plan)
 
 
-def fill_first(plan: Plan, target: np.ndarray) -> int:
-    """Write each worker's FirstItem behind a header whose rulers are there; how many (0: there is no room)."""
+def fill_first(plan: Plan, target: np.ndarray) -> tuple[int, int]:
+    """Write the first items of workers of no team and of the wide kernel's behind a header whose rulers are there; how many of
+    each (0: there is no room)."""
     traits, work = plan.traits, plan.work
     if not has_first(plan, len(target)):
-        return 0
+        return 0, 0
     ffi, lib = driver.shim()
     memory = ffi.from_buffer("char[]", target, require_writable=True)
     parts, held = _first_parts(plan.parts, reads_positions(plan))
-    numbers = [ffi.from_buffer("int32_t[]", x) for x in (work.items, work.worker_indptr, plan.merge.rows)]
-    count = lib.attnrt_cuda_first_items(
-        *numbers[:2],
-        traits.num_workers,
-        numbers[2],
-        len(plan.merge),
-        ffi.cast("int32_t *", memory + _AT_RULERS),
-        traits.classes[0].kv_tile,
-        parts,
-        ffi.cast("int32_t *", memory + FIRST_AT),
+    items, indptr, rows = (
+        ffi.from_buffer("int32_t[]", x) for x in (work.items, work.worker_indptr, plan.merge.rows)
     )
+    rulers = ffi.cast("int32_t *", memory + _AT_RULERS)
+    to = ffi.cast("int32_t *", memory + FIRST_AT)
+
+    def fill(first: int, end: int, line: int) -> int:
+        count = lib.attnrt_cuda_first_items(
+            *(items, indptr + first, end - first, rows, len(plan.merge), rulers, traits.classes[0].kv_tile, parts),
+            to + line * (FIRST_ITEM_BYTES // 4),
+        )
+        return int(count)
+
+    counts = fill(0, traits.num_workers, 0), fill(*traits.workers_of(WIDE), traits.num_workers)
     del held
-    return int(count)
+    return counts
 
 
 _AT_BLOCK_POS = PART_POINTERS.index("block_pos")
@@ -301,6 +311,7 @@ def fill_header(
         rulers = pack_rulers(plan.traits.classes)
     buffer = target.data
     buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
+    firsts, wide_firsts = fill_first(plan, target)
     counts = (
         traits.num_workers,
         len(plan.merge),
@@ -310,10 +321,10 @@ def fill_header(
         *((*boxes.of_plan(plan), boxes.is_solid(plan)) if works else (-1, -1, 0)),
         len(plan.work),
         wide[1] - wide[0],
-        fill_first(plan, target),
+        firsts,
         end - first,
         works and plan_folds(plan),
-        0,
+        wide_firsts,
     )
     _COUNTS.pack_into(buffer, 0, *loaded.addresses, loaded.counters[0], *counts)
     buffer[AT_PARTS : AT_PARTS + len(parts)] = parts
@@ -386,7 +397,7 @@ def fill_run(call: Call, itemsize: int) -> bytes:
         call.sm_scale,
         call.q.shape[1],
         1,
-        0,
+        _lines(call.loaded.plan),
     )
 
 

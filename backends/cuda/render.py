@@ -155,7 +155,7 @@ extern "C" __device__ const int {SMEM} = {SMEM_BYTES[ATTEND]};
 extern "C" __global__ void __launch_bounds__({THREADS}, {config.ctas_per_sm})
 {ATTEND}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(128) char smem[];
-  attnrt::prefetch_plan(launch.run, gridDim.x);
+  attnrt::prefetch_plan(launch.run);
   attnrt::begin_run(launch.run);
   attnrt::Attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, smem).run();
   attnrt::end_run(launch.run);
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__({DECODE_THREADS * config.groups}, 1
   extern __shared__ __align__(1024) char ring[];
   ATTNRT_MARK(0);
   if constexpr (attnrt::roles::kBegins)
-    attnrt::prefetch_plan(launch.run, gridDim.x * (blockDim.x / attnrt::DecodeShape::kGroupThreads));
+    attnrt::prefetch_plan(launch.run);
   attnrt::DecodeGroups<attnrt::Config, attnrt::Variant> decode(launch.run, launch.params, ring);
   if constexpr (attnrt::roles::kBegins) {{
     decode.prepare();
@@ -192,7 +192,7 @@ def _merge_text(config: TileConfig) -> str:
     return f"""
 extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
 {MERGE}(const __grid_constant__ attnrt::Launch launch) {{
-  attnrt::prefetch_plan(launch.run, gridDim.x);
+  attnrt::prefetch_plan(launch.run);
   ATTNRT_MARK(24);
   attnrt::wait_for_predecessors();
   ATTNRT_MARK(25);
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(attnrt::HopperLayout<attnrt::Config
 {name}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char smem[];
   if constexpr (attnrt::roles::kBegins) {{
-    attnrt::prefetch_plan(launch.run, gridDim.x);
+    attnrt::prefetch_plan(launch.run);
     attnrt::begin_run(launch.run);
   }}
   if (!attnrt::roles::kBegins || ({mine})) {{
@@ -235,10 +235,10 @@ extern "C" __device__ const int {WIDE_SMEM} = {SMEM_BYTES[WIDE]};
 extern "C" __global__ void __launch_bounds__({WIDE_THREADS}, {WIDE_CTAS})
 {WIDE}(const __grid_constant__ attnrt::Launch launch) {{
   extern __shared__ __align__(1024) char smem[];
-  attnrt::prefetch_plan(launch.run, gridDim.x);
+  attnrt::prefetch_plan(launch.run);
+  attnrt::wide_prepare<attnrt::Config, attnrt::Variant>(launch.maps, smem);
   attnrt::begin_run(launch.run);
-  if (launch.run.plan->wide_items)
-    attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, launch.maps, smem);
+  attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, launch.maps, smem);
   attnrt::end_run(launch.run);
 }}
 """

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(HopperLayout<Config, Variant>::kThreads, 1)
   extern __shared__ __align__(1024) char smem[];
   long long clock = clock64(), ns = 0;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  prefetch_plan(launch.run, gridDim.x);
+  prefetch_plan(launch.run);
   hopper_attend<Config, Variant, HopperLoader<Config, Variant, kHow>>(launch.run, launch.params, launch.maps, smem);
   if (threadIdx.x == 128) {
     long long later;

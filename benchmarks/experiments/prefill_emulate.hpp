@@ -227,7 +227,7 @@ struct Tid {
 }  // namespace emu
 
 inline emu::Tid threadIdx;
-inline Index blockIdx;
+inline Index blockIdx, gridDim;
 
 template <class T>
 inline unsigned long long pun(T x) {

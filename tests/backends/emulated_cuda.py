@@ -132,6 +132,7 @@ class EmulatedCuda:
     name = "emulated"
     header_nbytes = pack.FIRST_AT
     header_nbytes_per_worker = pack.FIRST_ITEM_BYTES
+    header_teams = (tables.WIDE,)
 
     def __init__(self, decode: bool | None = None, early: bool = False, multiprocessors: int = 2) -> None:
         self.decode, self.early, self.multiprocessors = decode, early, multiprocessors

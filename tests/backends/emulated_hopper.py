@@ -44,8 +44,10 @@ _RUN_WIDE = """
 extern "C" int emulate_wide(const void* args, unsigned seed) {
   const auto& launch = *static_cast<const attnrt::Launch*>(args);
   emu::rng = seed;
-  for (blockIdx.x = 0; blockIdx.x < launch.run.plan->wide_workers; ++blockIdx.x)
+  gridDim.x = launch.run.plan->wide_workers;
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x)
     if (!emu::run(attnrt::WideLayout<attnrt::Config, attnrt::Variant>::kThreads, [&] {
+          attnrt::wide_prepare<attnrt::Config, attnrt::Variant>(launch.maps, emu::smem);
           attnrt::wide_attend<attnrt::Config, attnrt::Variant>(launch.run, launch.params, launch.maps, emu::smem);
         }))
       return 0;

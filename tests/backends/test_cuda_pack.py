@@ -86,7 +86,9 @@ def test_what_struct_packs_is_what_the_dtypes_say():
         SimpleNamespace(stride_page=0, stride_token=12, stride_head=8), 2
     )
     loaded = SimpleNamespace(
-        header=SimpleNamespace(ptr=11, shape=(pack.HEADER.itemsize,)), room=(12, 1 << 40)
+        header=SimpleNamespace(ptr=11, shape=(pack.HEADER.itemsize,)),
+        room=(12, 1 << 40),
+        plan=SimpleNamespace(traits=SimpleNamespace(num_workers=7, workers_of=lambda _: (7, 12))),
     )
     row = SimpleNamespace(ptr=22, strides=(33, 44, 1), shape=(5, 6, 7))
     lse = SimpleNamespace(ptr=55, strides=(66, 77))
@@ -96,6 +98,7 @@ def test_what_struct_packs_is_what_the_dtypes_say():
         **{"before": 12, "behind": (1 << 32) - 1},
         **{"plan": 11, "q": 22, "q_stride_row": 33, "q_stride_head": 44, "out": 22, "out_stride_row": 33},
         **{"lse": 55, "lse_stride_row": 66, "lse_stride_head": 77, "sm_scale": 0.5, "num_qo_heads": 6},
+        **{"first": 1, "lines": 12},
     }
     assert {name: run[name].item() for name in want} == want
     assert run["v"]["num_slots"] == 336 and run["k"]["ptr"] == 1 << 40

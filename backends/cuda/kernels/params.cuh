@@ -151,7 +151,7 @@ struct PlanHeader {
   int firsts;        // workers whose first item lies behind the header: all that have any; 0: nobody has written them
   int wide_items;    // of the kernel for items of many rows
   int folds;         // 1: an item of the Hopper kernel has several leaves to be folded into one state
-  int pad;
+  int wide_firsts;   // as `firsts`, of the workers of the kernel for items of many rows; theirs lie behind the others'
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };
@@ -162,14 +162,17 @@ struct FirstItem {
   WorkItem item;
   int next, end;                   // the worker's other items
   int list, entries, pos, offset;  // KvList: first entry in indptr's order, and what there is of it
-  int request, qo_row, qo_pos;     // of the item's only query
+  int request, qo_row, qo_pos;     // of the item's first query
   int block;                       // tokens per block
   int flags;
   int counter, merge_begin, merge_end;  // of the item's only query under its first head
   int ids[4];                           // blocks of the four runs of 16 tokens from the first tile on
 };
-// Flags: which of these are there.
-constexpr int kFirstList = 1, kFirstIds = 2, kFirstRow = 4, kFirstMerge = 8, kFirstItem = 16;
+// Flags: which of these are there. kFirstRow: the query is the item's only one; kFirstRows: its first 64 queries have
+// rows one after the other; kFirstRequest: and are one request's, whose positions are so, too.
+constexpr int kFirstList = 1, kFirstIds = 2, kFirstRow = 4, kFirstMerge = 8, kFirstItem = 16, kFirstRows = 32,
+              kFirstRequest = 64;
+constexpr int kFirstFlags = 24;       // place of the flags among its numbers
 constexpr unsigned kFirstAt = 2560;  // bytes from the header's start
 static_assert(sizeof(FirstItem) == 128 && sizeof(PlanHeader) <= kFirstAt && kFirstAt % 128 == 0, "lines of their own");
 
@@ -187,7 +190,7 @@ struct RunParams {
   float sm_scale;
   int num_qo_heads;
   int first;  // 1: this is the first kernel of the run
-  int pad;
+  int lines;  // places for first items: of num_workers and wide_workers of every plan
 };
 
 // Kernels of a run that want nothing of each other overlap: the first of them waits for what came before the run and
@@ -203,10 +206,10 @@ __device__ __forceinline__ void end_run(const RunParams& p) {
 #endif
 }
 
-// Asks for the plan in L2: its header, and what lies before it and behind the first items of the plan's workers, eight
-// lines each way for each CTA. A short kernel would otherwise wait for memory once for every link of header, item, list
-// and block ids. Being a hint, it may come before the wait for predecessors.
-__device__ __forceinline__ void prefetch_plan(const RunParams& p, unsigned workers) {
+// Asks for the plan in L2: its header, and what lies before it and behind the first items, eight lines each way for
+// each CTA. A short kernel would otherwise wait for memory once for every link of header, item, list and block ids.
+// Being a hint, it may come before the wait for predecessors.
+__device__ __forceinline__ void prefetch_plan(const RunParams& p) {
 #if __CUDA_ARCH__ >= 800
   constexpr unsigned kLine = 128, kLines = (sizeof(PlanHeader) + kLine - 1) / kLine, kShare = 8;
   static_assert(kLines <= 32, "a warp asks for the header");
@@ -215,7 +218,7 @@ __device__ __forceinline__ void prefetch_plan(const RunParams& p, unsigned worke
   const char* want = plan + lane * kLine;
   bool wanted = threadIdx.x < kLines;
   if (threadIdx.x / 32 == 1) {
-    const unsigned index = kFirstAt + workers * static_cast<unsigned>(sizeof(FirstItem)) + line;
+    const unsigned index = kFirstAt + p.lines * static_cast<unsigned>(sizeof(FirstItem)) + line;
     want = lane < kShare ? plan - line - kLine : plan + index;
     wanted = lane < kShare ? line + kLine <= p.before : lane < 2 * kShare && index <= p.behind;
   }

@@ -180,7 +180,7 @@ class Wide {
   // ------------------------------------------------------------------ rows
   // Row of the pass, and the table that this warp's sixteen lie in.
   __device__ __forceinline__ int row_of(int half) const { return group_ * 64 + warp_ * 16 + half * 8 + lane_ / 4; }
-  __device__ __forceinline__ const Rows& rows() const { return meta_.rows[group_ * 2 + warp_ / 2]; }
+  __device__ __forceinline__ const Rows& rows() const { return meta_.rows[group_ * 4 + warp_]; }
   __device__ __forceinline__ int key_of(int i) const { return i / 4 * 8 + lane_ % 4 * 2 + i % 2; }
 
   // Whether this warp's rows see all keys of the tile: then nothing is tested per element.
@@ -210,7 +210,7 @@ class Wide {
       Ctx c;
       typename Variant::Row row;
       if constexpr (Variant::has_logits) {
-        c = row_ctx<Config, Variant>(p_, rows, row_of(half) % 32, meta_.pass.head);
+        c = row_ctx<Config, Variant>(p_, rows, row_of(half) % kWideRows, meta_.pass.head);
         row = Variant::row(params_, c);
       }
 #pragma unroll
@@ -243,7 +243,7 @@ class Wide {
     unsigned bits = 0;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const int r = row_of(half) % 32;
+      const int r = row_of(half) % kWideRows;
       Ctx c;
       typename Variant::Row row;
       if constexpr (!Variant::mask_is_interval) {
@@ -387,7 +387,7 @@ class Wide {
   __device__ __forceinline__ long long state_at(const WidePass& pass, int leaf, int r) const {
     const int query = (pass.first + r) / Config::group;
     if (query >= pass.queries) return -1;
-    return (static_cast<long long>(pass.slot) + leaf * pass.queries + query) * p_.num_qo_heads + rows().qo_head[r % 32];
+    return (static_cast<long long>(pass.slot) + leaf * pass.queries + query) * p_.num_qo_heads + rows().qo_head[r % kWideRows];
   }
 
   // The state of a leaf that is not folded: its warp's rows go to memory while the next leaf is multiplied. Empty ones
@@ -442,7 +442,7 @@ class Wide {
     const Rows& rows = this->rows();
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const int r = row_of(half) % 32;
+      const int r = row_of(half) % kWideRows;
       if (rows.qo_row[r] < 0) continue;
       const Ctx c = row_ctx<Config, Variant>(p_, rows, r, pass.head);
       const FinishRow row = finish_head<Variant>(params_, c, half ? sum.m[1] : sum.m[0], half ? sum.l[1] : sum.l[0]);
@@ -468,7 +468,28 @@ class Wide {
   int table_;      // its tables
 };
 
-// The kernel: initialises barriers, gives registers to those that compute, starts the roles.
+// What comes before all that waits: barriers, by one lane of every warp, since initialisations of several lanes come one
+// after the other.
+template <class Config, class Variant>
+__device__ __forceinline__ void wide_prepare(const KvMaps& maps, char* smem) {
+  using L = WideLayout<Config, Variant>;
+  auto& meta = *reinterpret_cast<WideMeta<L, Variant>*>(smem + L::kOffsetMeta);
+  if (threadIdx.x % 32) return;
+  const int warp = threadIdx.x / 32 % 4;
+  const bool empty = threadIdx.x >= 128;
+#pragma unroll
+  for (int i = 0; i < L::kStages; i += 4)
+    ptx::mbar_init(ptx::smem_addr(empty ? &meta.empty[i + warp] : &meta.full[i + warp]),
+                   empty ? 4 * L::kGroups : WideLoader<Config, Variant>::kFullCount);
+  if (threadIdx.x == 0) ptx::mbar_init(ptx::smem_addr(&meta.spare), 4 * L::kGroups);
+  ptx::mbar_init_fence();
+  if (threadIdx.x == 0 && maps.box_log2 == kWideBoxLog2) {
+    ptx::tma_prefetch_map(&maps.k);
+    ptx::tma_prefetch_map(&maps.v);
+  }
+}
+
+// The kernel: reads its worker's line, gives registers to those that compute, starts the roles.
 template <class Config, class Variant>
 __device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* params, const KvMaps& maps,
                                             char* smem) {
@@ -476,22 +497,26 @@ __device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* 
   using M = WideMeta<L, Variant>;
   using Loader = WideLoader<Config, Variant>;
   const PlanHeader& plan = *p.plan;
-  if (blockIdx.x >= plan.wide_workers) return;
-  const int worker = plan.num_workers + blockIdx.x;
-  if (plan.worker_indptr[worker] == plan.worker_indptr[worker + 1]) return;
-  M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < L::kStages; ++i) {
-      ptx::mbar_init(ptx::smem_addr(&meta.full[i]), Loader::kFullCount);
-      ptx::mbar_init(ptx::smem_addr(&meta.empty[i]), 4 * L::kGroups);
-    }
-    ptx::mbar_init(ptx::smem_addr(&meta.spare), 4 * L::kGroups);
-    ptx::mbar_init_fence();
+  // All of it is asked for at once.
+  const unsigned at = kFirstAt + (p.lines - gridDim.x + blockIdx.x) * sizeof(FirstItem);
+  int word = 0;
+  if (at + sizeof(FirstItem) <= p.behind + sizeof(PlanHeader))
+    word = reinterpret_cast<const int*>(reinterpret_cast<const char*>(p.plan) + at)[threadIdx.x % 32];
+  const int items = plan.wide_items, workers = plan.wide_workers, firsts = plan.wide_firsts, others = plan.num_workers;
+  if (!items || blockIdx.x >= workers) return;
+  const int worker = others + blockIdx.x;
+  if (!firsts || others + workers != p.lines || workers != gridDim.x) {
+    word = 0;
+    if (plan.worker_indptr[worker] == plan.worker_indptr[worker + 1]) return;
+  } else {
+    const int flags = __shfl_sync(0xffffffffu, word, kFirstFlags);
+    if (blockIdx.x >= firsts || !(flags & kFirstItem)) return;
   }
   __syncthreads();
+  M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
   if (threadIdx.x < 128) {
     ptx::reg_dealloc<72>();
-    Loader(p, params, maps, smem, meta).run(worker);
+    Loader(p, params, maps, smem, meta, word).run(worker);
   } else {
     ptx::reg_alloc<184>();
     Wide<Config, Variant>(p, params, smem).run();

@@ -17,6 +17,7 @@ struct WideLayout {
   static constexpr int kLoaders = 4;  // warps that load
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kRows = 64 * kGroups;
+  static_assert(kGroups == 1 && kRows == kLoaders * 16, "a loading warp for the rows of each that computes");
   static constexpr int kTile = 64;
   static constexpr int kDim = Config::head_dim;
   static_assert(Config::kv_tile == kTile, "one numeric class with the tile kernel");
@@ -52,9 +53,11 @@ constexpr int kWideBoxLog2 = 4;
 // What WideMeta::span says of a loading warp's 16 keys, and of the tile.
 constexpr int kWideLive = 1, kWideEndsLeaf = 2, kWideEndsPass = 4, kWideOver = 8, kWideCopied = 16;
 
-// 32 query rows of a pass, as fill_rows lays them out.
+// The query rows of a pass that one warp multiplies, as fill_rows lays them out; the loading warp of the same number
+// does.
+constexpr int kWideRows = 16;
 template <class Variant>
-using WideRows = RowTable<32, Variant>;
+using WideRows = RowTable<kWideRows, Variant>;
 
 struct WidePass {
   int head, first, part, rows;  // of the item; row at which the pass starts; rows from there on
@@ -65,12 +68,12 @@ template <class L, class Variant>
 struct WideMeta {
   unsigned long long full[L::kStages], empty[L::kStages];  // barriers
   unsigned long long spare;                                // the pass's rows are done with
-  WorkItem item[L::kLoaders];                              // at hand in each loading warp
-  KvList list[L::kLoaders];                                // and its keys under the head at hand
+  FirstItem first[L::kLoaders];  // the item at hand in each loading warp; at first, all that its worker's line says
+  KvList list[L::kLoaders];      // and its keys under the head at hand
   int live_end[L::kLoaders];                               // those of the item that any of its rows has
   int4 span[L::kTiles][L::kLoaders];  // least and largest position of the live keys, flags, offset of the tile
   WidePass pass;
-  WideRows<Variant> rows[L::kRows / 32];
+  WideRows<Variant> rows[L::kRows / kWideRows];
   float4 leaf[128 * L::kGroups], total[128 * L::kGroups];  // maxima and sums of the last leaf, of those folded before
   int pos[L::kTiles][L::kTile];
   int slot[L::kHooks ? L::kTiles : 1][L::kHooks ? L::kTile : 1];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loading warps of the wide kernel. All four walk the worker's items (heads, passes over the rows, leaves, tiles)
-// and fill every stage together, 16 keys each; before the first tile of a pass two of them lay out 32 of its rows each,
-// and their Q. Where lists are of blocks of 16 tokens or a multiple, lanes find the slots of 32 runs of 16 keys at
+// and fill every stage together, 16 keys each; with the first tile of a pass each lays out 16 of its rows and their Q.
+// What the first item's copies need lies in a line of the worker's (FirstItem). Where lists are of blocks of 16 tokens or a multiple, lanes find the slots of 32 runs of 16 keys at
 // once, and an elected lane asks for a run as boxes of a tensor map (TMA). Tiles in which a key is missing, and other
 // lists: lane l finds the address of key l % 16 of its warp's keys, in K (l < 16) or in V, and all lanes copy 16 bytes
 // at a time.
@@ -33,10 +33,14 @@ class WideLoader {
   // Arrivals that fill a stage: one of each warp; its boxes and its lanes' copies are counted as they are asked for.
   static constexpr int kFullCount = L::kLoaders;
 
+  // `word`: this lane's of the worker's line.
   __device__ __forceinline__ WideLoader(const RunParams& p, const ParamRef* params, const KvMaps& maps, char* smem,
-                                        M& meta)
+                                        M& meta, int word)
       : p_(p), params_(params), maps_(maps), smem_(smem), meta_(meta), lane_(threadIdx.x % 32) {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+    reinterpret_cast<int*>(&meta_.first[warp_])[lane_] = word;
+    __syncwarp();
+    given_ = line().flags;
     stage_ = table_ = 0;
     phase_ = spare_phase_ = 1;
     const unsigned long long strides = p.q_stride_row | p.q_stride_head;
@@ -45,13 +49,25 @@ class WideLoader {
 
   __device__ __forceinline__ void run(int worker) {
     const PlanHeader& plan = *p_.plan;
-    const int end = plan.worker_indptr[worker + 1];
-    WorkItem& item = meta_.item[warp_];
-#pragma unroll 1
-    for (int i = plan.worker_indptr[worker]; i < end; ++i) {
-      constexpr int kFields = sizeof(WorkItem) / sizeof(int);
-      if (lane_ < kFields) reinterpret_cast<int*>(&item)[lane_] = reinterpret_cast<const int*>(plan.work + i)[lane_];
+    FirstItem& at = meta_.first[warp_];
+    if (!(given_ & kFirstItem)) {
+      if (lane_ < 2) (&at.next)[lane_] = plan.worker_indptr[worker + lane_];
+      given_ = 0;
       __syncwarp();
+    }
+    const WorkItem& item = at.item;
+#pragma unroll 1
+    for (;;) {
+      if (!given_) {
+        const int next = at.next;
+        if (next >= at.end) break;
+        __syncwarp();
+        constexpr int kFields = sizeof(WorkItem) / sizeof(int);
+        if (lane_ < kFields)
+          reinterpret_cast<int*>(&at.item)[lane_] = reinterpret_cast<const int*>(plan.work + next)[lane_];
+        if (lane_ == 0) at.next = next + 1;
+        __syncwarp();
+      }
       const int rows = (item.q_end - item.q_begin) * Config::group;
       // Keys that no other item reads leave L2 first, so that states stay there until they are merged.
       once_ = static_cast<unsigned>(part().most * Config::group - 1) < L::kRows;
@@ -61,6 +77,7 @@ class WideLoader {
 #pragma unroll 1
         for (int first = 0; first < rows; first += L::kRows) pass(item, head, first, rows - first);
       }
+      given_ = 0;
       __syncwarp();  // all lanes have read the item
     }
     ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
@@ -69,14 +86,25 @@ class WideLoader {
   }
 
  private:
-  __device__ __forceinline__ const PartDesc& part() const { return p_.plan->parts[meta_.item[warp_].part]; }
+  __device__ __forceinline__ const PartDesc& part() const { return p_.plan->parts[line().item.part]; }
+  __device__ __forceinline__ const FirstItem& line() const { return meta_.first[warp_]; }
   __device__ __forceinline__ const KvList& list() const { return meta_.list[warp_]; }
 
   // The list of the item's keys under a head.
   __device__ __forceinline__ void open_list(const WorkItem& item, int head) {
     const PartDesc& part = this->part();
     KvList list;
-    list.open(part, item.row, head);
+    if (given_ & kFirstList) {
+      const FirstItem& first = line();
+      list.entries = first.entries;
+      list.indices = part.indices + first.list;
+      list.block_pos = part.block_pos ? part.block_pos + first.list : nullptr;
+      list.base = 0;
+      list.pos = first.pos;
+      list.offset = first.offset;
+    } else {
+      list.open(part, item.row, head);
+    }
     const int limit = bound_limit(p_, item, part);
     __syncwarp();
     if (lane_ == 0) {
@@ -86,7 +114,7 @@ class WideLoader {
     __syncwarp();
     const bool listed = list.indices && !list.block_pos && !(part.block.divisor & (kKeys - 1));
     runs_ = maps_.box_log2 == kWideBoxLog2 && listed && !(list.offset & (kKeys - 1));
-    window_ = kNoWindow;
+    window_ = window_end_ = kNoWindow;
   }
 
   // This warp's part of the stage is complete when its boxes, of so many bytes, and its lanes' copies have landed. Its
@@ -107,6 +135,10 @@ class WideLoader {
     const int start = ruler.start(leaf);
     int tile = any ? first_tile<L::kTile>(start, item.kv_begin) : start;
     int stop = any ? min(ruler.start(leaf + 1), item.kv_end) : start;
+    if (given_ & kFirstIds) {
+      window_end_ = tile;
+      after_id_ = lane_ < 4 ? line().ids[lane_] : -1;
+    }
     bool more = true, opened = false;
 #pragma unroll 1
     while (more) {
@@ -155,7 +187,7 @@ class WideLoader {
         if (dense) {
           load_boxes(values, slot, head);
         } else {
-          copy(values ? p_.v : p_.k, from, there, values * kKeys);
+          copy(L::kOffsetStages + stage_ * L::kStageBytes, (values ? p_.v : p_.k).vectors, from, there, values * kKeys);
         }
         if (!values) tabulate(now, flags, dense, pos, slot);
         // The rows are laid out while the first keys are on their way.
@@ -233,13 +265,14 @@ class WideLoader {
   // Whether a tile of live keys is four runs, each in one page of K and of V; lanes have the slots of the 32 runs from
   // offset `window_` on. The ids behind those are asked for when these are looked at.
   __device__ __forceinline__ bool in_runs(int tile) {
-    if (tile < window_ || tile >= window_ + kWindow) {
+    if (tile < window_ || tile >= window_end_) {
       const FastDiv& block = part().block;
       int token, id = after_id_;
-      if (tile != window_ + kWindow) id = block_of(tile + lane_ * kKeys, token);
+      if (tile != window_end_) id = block_of(tile + lane_ * kKeys, token);
       window_ = tile;
-      const int after = tile + kWindow;
-      if (after < meta_.live_end[warp_]) after_id_ = block_of(after + lane_ * kKeys, token);
+      window_end_ = tile + (given_ & kFirstIds ? L::kTile : kWindow);
+      given_ &= ~kFirstIds;
+      if (window_end_ < meta_.live_end[warp_]) after_id_ = block_of(window_end_ + lane_ * kKeys, token);
       unsigned number, rest, page_k, page_v, of_k, of_v;
       block.split(tile + lane_ * kKeys - list().offset, number, rest);
       const long long slot = static_cast<long long>(id) * block.divisor + rest;
@@ -306,11 +339,12 @@ class WideLoader {
     __syncwarp();
   }
 
-  // This warp's rows of a stage; lane `lane` + i has the address of row i, and bit `lane` + i of `there` says whether
-  // it is one.
-  __device__ __forceinline__ void copy(const PagedKv& kv, unsigned long long from, unsigned there, int lane) const {
-    char* stage = smem_ + L::kOffsetStages + stage_ * L::kStageBytes;
-    if (kv.vectors) {
+  // This warp's rows of a stage, or of Q, which lie in the same way; lane `lane` + i has the address of row i, and bit
+  // `lane` + i of `there` says whether it is one.
+  __device__ __forceinline__ void copy(int at, bool vectors, unsigned long long from, unsigned there, int lane) const {
+    static_assert(L::kSlabQ == L::kSlabKv && kKeys == kWideRows, "one way to lie");
+    char* stage = smem_ + at;
+    if (vectors) {
       const int sub = lane_ / kChunks, chunk = lane_ % kChunks;
       const unsigned to = ptx::smem_addr(stage) + L::template place_of<L::kSlabKv>(warp_ * kKeys + sub, chunk);
       const unsigned live = there >> (lane + sub);
@@ -335,11 +369,27 @@ class WideLoader {
 
   // This warp's rows of a pass, and their Q.
   __device__ __forceinline__ void open(const WorkItem& item, int head, int first, int count) {
-    if (warp_ * 32 >= L::kRows) return;
-    WideRows<Variant>& rows = meta_.rows[warp_];
+    const int r = first + warp_ * kWideRows + lane_ % kWideRows, query = item.q_begin + r / Config::group;
+    const bool real = query < item.q_end;
+    // All that is read is asked for at once.
+    QueryRow found{0, -1, 0};
+    if (real) {
+      const PartDesc& part = this->part();
+      const FirstItem& line = this->line();
+      found.qo_row = given_ & kFirstRows ? line.qo_row + query - item.q_begin
+                     : part.qo_index     ? part.qo_index[query]
+                                         : query;
+      const bool one = given_ & kFirstRequest;
+      found.request = one ? line.request : part.request[query];
+      found.qo_pos = one ? line.qo_pos + query - item.q_begin : part.qo_pos[query];
+    }
     ptx::mbar_wait(ptx::smem_addr(&meta_.spare), spare_phase_);
-    fill_rows<Config, Variant>(p_, *p_.plan, params_, item, part(), head, first + warp_ * 32, rows,
-                               [&](int query) { return query_row(part(), query); });
+    const char* q = p_.q;  // any address will do where nothing is read
+    if (real)
+      q += (found.qo_row * p_.q_stride_row + (head * Config::group + r % Config::group) * p_.q_stride_head) * 2;
+    copy(0, q_vectors_, reinterpret_cast<unsigned long long>(q), __ballot_sync(0xffffffffu, real), 0);
+    fill_rows<Config, Variant>(p_, *p_.plan, params_, item, part(), head, first + warp_ * kWideRows, meta_.rows[warp_],
+                               [&](int) { return found; });
     if (lane_ == 0 && warp_ == 0) {
       WidePass& pass = meta_.pass;
       pass.head = head;
@@ -350,30 +400,7 @@ class WideLoader {
       pass.queries = item.q_end - item.q_begin;
       pass.fold = item.fold;
     }
-    __syncwarp();
-    char* q = smem_;
-    if (q_vectors_) {
-#pragma unroll 2
-      for (int i = lane_; i < 32 * kChunks; i += 32) {
-        const int r = i / kChunks, chunk = i % kChunks, row = rows.qo_row[r];
-        ptx::cp_async16(ptx::smem_addr(q) + L::template place_of<L::kSlabQ>(warp_ * 32 + r, chunk),
-                        query(row, rows.qo_head[r]) + chunk * 16, row < 0 ? 0 : 16);
-      }
-    } else {
-#pragma unroll 1
-      for (int i = lane_; i < 32 * L::kDim; i += 32) {
-        const int r = i / L::kDim, d = i % L::kDim, row = rows.qo_row[r];
-        *reinterpret_cast<Element*>(q + L::template place_of<L::kSlabQ>(warp_ * 32 + r, d / 8) + d % 8 * 2) =
-            row < 0 ? Element(0) : reinterpret_cast<const Element*>(query(row, rows.qo_head[r]))[d];
-      }
-    }
-  }
-
-  // Address of a query's head; of a row that is not there (-1), the first one's.
-  __device__ __forceinline__ const char* query(int row, int head) const {
-    const long long at =
-        row < 0 ? 0 : static_cast<long long>(row) * p_.q_stride_row + static_cast<long long>(head) * p_.q_stride_head;
-    return p_.q + at * 2;
+    given_ &= ~(kFirstRows | kFirstRequest);
   }
 
   const RunParams& p_;
@@ -385,9 +412,10 @@ class WideLoader {
   int stage_, phase_;  // to fill next
   int table_;          // of the next tile
   int spare_phase_;
+  int given_;  // flags of what the line says of the item at hand and is still to be used
   bool q_vectors_;
   bool runs_;                    // of 16 keys: the list is of blocks of so many or a multiple
-  int window_;                   // offset of the first of 32 runs, or kNoWindow
+  int window_, window_end_;      // offsets: from the first of 32 runs (4 of a line's) on, or kNoWindow
   int run_slot_;                 // first slot of this lane's run
   int run_page_k_, run_page_v_;  // and its pages
   unsigned good_;                // which of the runs lie in one page of K and one of V

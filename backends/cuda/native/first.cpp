@@ -11,8 +11,8 @@ namespace {
 // Columns of items and of merge rows.
 enum { kPart, kRow, kQBegin, kQEnd, kHeadBegin, kHeadEnd, kKvBegin, kKvEnd, kLeafBegin, kLeafEnd, kSlot, kClass };
 enum { kItemFields = 14, kMergeFields = 5, kRulerFields = 9, kSteps = 4 };
-enum { kHasList = 1, kHasIds = 2, kHasRow = 4, kHasMerge = 8, kHasItem = 16 };
-const int kRun = 16, kRuns = 4;
+enum { kHasList = 1, kHasIds = 2, kHasRow = 4, kHasMerge = 8, kHasItem = 16, kHasRows = 32, kHasRequest = 64 };
+const int kRun = 16, kRuns = 4, kMostRows = 64;
 
 // FirstItem of kernels/params.cuh. Nothing of it is cleared ahead: half of the time would go there.
 struct FirstItem {
@@ -89,27 +89,41 @@ int first_list(const attnrt_first_part_t& part, const int32_t* item, const int32
   return kHasList | kHasIds;
 }
 
-// The query of an item that has one, and where its states are merged (the merge row, or null); returns flags.
+// Whether an item's queries, which are several, have rows one after the other, and are one request's; returns flags.
+int first_rows(const attnrt_first_part_t& part, int query, int count, const FirstItem& to) {
+  bool rows = true, request = true;
+  for (int i = 1; i < count; ++i) {
+    rows &= !part.qo_index || part.qo_index[query + i] == to.qo_row + i;
+    request &= part.request[query + i] == to.request && part.qo_pos[query + i] == to.qo_pos + i;
+  }
+  return (rows ? kHasRows : 0) | (request ? kHasRequest : 0);
+}
+
+// The first query of an item and, where it is the only one, where its states are merged (the merge row, or null);
+// returns flags.
 int first_row(const attnrt_first_part_t& part, const int32_t* item, const int32_t* merge_rows, int num_merges,
               FirstItem& to, const int32_t*& found) {
   const int query = item[kQBegin], head = item[kHeadBegin];
   to.counter = to.merge_begin = to.merge_end = 0;
   found = nullptr;
-  if (item[kQEnd] - query != 1) {
+  const int count = item[kQEnd] - query;
+  if (count < 1) {
     to.request = to.qo_row = to.qo_pos = 0;
     return 0;
   }
   to.request = part.request[query];
   to.qo_row = part.qo_index ? part.qo_index[query] : query;
   to.qo_pos = part.qo_pos[query];
+  if (count > 1) return first_rows(part, query, std::min<int>(count, kMostRows), to);
   const int merge = item[kSlot] < 0 ? -1 : merge_of(merge_rows, num_merges, to.qo_row, head);
-  if (merge < 0) return kHasRow;
+  const int one = kHasRow | kHasRows | kHasRequest;
+  if (merge < 0) return one;
   const int32_t* at = merge_rows + merge * kMergeFields;
   to.counter = merge * (at[2] - at[1]) + head - at[1];
   to.merge_begin = at[3];
   to.merge_end = at[4];
   found = at;
-  return kHasRow | kHasMerge;
+  return one | kHasMerge;
 }
 
 // Workers whose first items are the same queries and keys under other heads share all but these: what lists and rows
