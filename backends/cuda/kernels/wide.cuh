@@ -239,7 +239,7 @@ class Wide {
 
   // Which of this lane's scores are seen, one bit each.
   __device__ __forceinline__ unsigned seen_bits(const Rows& rows, int tile) const {
-    const unsigned char* mask = Variant::reads_index_mask ? p_.plan->parts[meta_.pass.part].mask : nullptr;
+    const unsigned char* mask = Variant::reads_index_mask ? meta_.plan.parts[meta_.pass.part].mask : nullptr;
     unsigned bits = 0;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
@@ -402,7 +402,7 @@ class Wide {
       const float m = half ? now.y : now.x;
       const long long at = state_at(pass, leaf, row_of(half));
       if (lane_ % 4 == 0 && at >= 0)
-        reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(m, half ? now.w : now.z);
+        reinterpret_cast<float2*>(meta_.plan.partial_ml)[at] = make_float2(m, half ? now.w : now.z);
       const bool empty = m == neg_inf();
       float2* to = reinterpret_cast<float2*>(rows + (half * 8 + lane_ / 4) * L::kPitch) + lane_ % 4;
 #pragma unroll
@@ -414,7 +414,7 @@ class Wide {
     if (lane_ < 16) {
       const long long at = state_at(pass, leaf, warp_ * 16 + lane_);
       if (at >= 0)
-        ptx::bulk_store(p_.plan->partial_acc + at * L::kDim, ptx::smem_addr(rows + lane_ * L::kPitch), L::kDim * 4);
+        ptx::bulk_store(meta_.plan.partial_acc + at * L::kDim, ptx::smem_addr(rows + lane_ * L::kPitch), L::kDim * 4);
     }
     ptx::bulk_commit();
   }
@@ -426,8 +426,8 @@ class Wide {
       const long long at = state_at(pass, 0, row_of(half));
       to[half] = nullptr;
       if (at < 0) continue;
-      if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(sum.m[half], sum.l[half]);
-      to[half] = p_.plan->partial_acc + at * L::kDim + lane_ % 4 * 2;
+      if (lane_ % 4 == 0) reinterpret_cast<float2*>(meta_.plan.partial_ml)[at] = make_float2(sum.m[half], sum.l[half]);
+      to[half] = meta_.plan.partial_acc + at * L::kDim + lane_ % 4 * 2;
     }
 #pragma unroll 4
     for (int j = 0; j < kO / 4; ++j) {
@@ -496,24 +496,38 @@ __device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* 
   using L = WideLayout<Config, Variant>;
   using M = WideMeta<L, Variant>;
   using Loader = WideLoader<Config, Variant>;
-  const PlanHeader& plan = *p.plan;
-  // All of it is asked for at once.
+  M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
+  // All of it is asked for at once. The header lies in shared memory from then on, since what is read again and again
+  // would come from L2: shared memory takes the whole first-level cache.
+  const int* const header = reinterpret_cast<const int*>(p.plan);
+  constexpr int kWords = sizeof(PlanHeader) / 4, kRounds = (kWords + L::kThreads - 1) / L::kThreads;
+  int words[kRounds];
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int n = i * L::kThreads + threadIdx.x;
+    words[i] = n < kWords ? header[n] : 0;
+  }
   const unsigned at = kFirstAt + (p.lines - gridDim.x + blockIdx.x) * sizeof(FirstItem);
   int word = 0;
   if (at + sizeof(FirstItem) <= p.behind + sizeof(PlanHeader))
-    word = reinterpret_cast<const int*>(reinterpret_cast<const char*>(p.plan) + at)[threadIdx.x % 32];
-  const int items = plan.wide_items, workers = plan.wide_workers, firsts = plan.wide_firsts, others = plan.num_workers;
-  if (!items || blockIdx.x >= workers) return;
-  const int worker = others + blockIdx.x;
-  if (!firsts || others + workers != p.lines || workers != gridDim.x) {
+    word = header[at / 4 + threadIdx.x % 32];
+  if (!p.plan->wide_items) return;
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int n = i * L::kThreads + threadIdx.x;
+    if (n < kWords) reinterpret_cast<int*>(&meta.plan)[n] = words[i];
+  }
+  __syncthreads();
+  const PlanHeader& plan = meta.plan;
+  const int workers = plan.wide_workers, worker = plan.num_workers + blockIdx.x;
+  if (blockIdx.x >= workers) return;
+  if (!plan.wide_firsts || plan.num_workers + workers != p.lines || workers != gridDim.x) {
     word = 0;
     if (plan.worker_indptr[worker] == plan.worker_indptr[worker + 1]) return;
   } else {
     const int flags = __shfl_sync(0xffffffffu, word, kFirstFlags);
-    if (blockIdx.x >= firsts || !(flags & kFirstItem)) return;
+    if (blockIdx.x >= plan.wide_firsts || !(flags & kFirstItem)) return;
   }
-  __syncthreads();
-  M& meta = *reinterpret_cast<M*>(smem + L::kOffsetMeta);
   if (threadIdx.x < 128) {
     ptx::reg_dealloc<72>();
     Loader(p, params, maps, smem, meta, word).run(worker);

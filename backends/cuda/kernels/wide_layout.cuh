@@ -68,6 +68,7 @@ template <class L, class Variant>
 struct WideMeta {
   unsigned long long full[L::kStages], empty[L::kStages];  // barriers
   unsigned long long spare;                                // the pass's rows are done with
+  PlanHeader plan;
   FirstItem first[L::kLoaders];  // the item at hand in each loading warp; at first, all that its worker's line says
   KvList list[L::kLoaders];      // and its keys under the head at hand
   int live_end[L::kLoaders];                               // those of the item that any of its rows has

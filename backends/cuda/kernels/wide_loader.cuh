@@ -48,7 +48,7 @@ class WideLoader {
   }
 
   __device__ __forceinline__ void run(int worker) {
-    const PlanHeader& plan = *p_.plan;
+    const PlanHeader& plan = meta_.plan;
     FirstItem& at = meta_.first[warp_];
     if (!(given_ & kFirstItem)) {
       if (lane_ < 2) (&at.next)[lane_] = plan.worker_indptr[worker + lane_];
@@ -86,7 +86,7 @@ class WideLoader {
   }
 
  private:
-  __device__ __forceinline__ const PartDesc& part() const { return p_.plan->parts[line().item.part]; }
+  __device__ __forceinline__ const PartDesc& part() const { return meta_.plan.parts[line().item.part]; }
   __device__ __forceinline__ const FirstItem& line() const { return meta_.first[warp_]; }
   __device__ __forceinline__ const KvList& list() const { return meta_.list[warp_]; }
 
@@ -105,7 +105,7 @@ class WideLoader {
     } else {
       list.open(part, item.row, head);
     }
-    const int limit = bound_limit(p_, item, part);
+    const int limit = bound_limit(meta_.plan, item, part);
     __syncwarp();
     if (lane_ == 0) {
       meta_.list[warp_] = list;
@@ -129,7 +129,7 @@ class WideLoader {
 
   // The keys of the item for kRows of its rows. An item without keys has one tile of dead ones: the empty set.
   __device__ __forceinline__ void pass(const WorkItem& item, int head, int first, int rows) {
-    const RulerDesc& ruler = p_.plan->rulers[item.klass];
+    const RulerDesc& ruler = meta_.plan.rulers[item.klass];
     const bool any = item.kv_begin < item.kv_end;
     int leaf = item.leaf_begin;
     const int start = ruler.start(leaf);
@@ -388,7 +388,7 @@ class WideLoader {
     if (real)
       q += (found.qo_row * p_.q_stride_row + (head * Config::group + r % Config::group) * p_.q_stride_head) * 2;
     copy(0, q_vectors_, reinterpret_cast<unsigned long long>(q), __ballot_sync(0xffffffffu, real), 0);
-    fill_rows<Config, Variant>(p_, *p_.plan, params_, item, part(), head, first + warp_ * kWideRows, meta_.rows[warp_],
+    fill_rows<Config, Variant>(p_, meta_.plan, params_, item, part(), head, first + warp_ * kWideRows, meta_.rows[warp_],
                                [&](int) { return found; });
     if (lane_ == 0 && warp_ == 0) {
       WidePass& pass = meta_.pass;
