@@ -377,7 +377,9 @@ def _tenants(
         chosen, where = resolve(spec, Features(), where, backend)
         traits = chosen.traits(spec, Features(), where)
         header = int(getattr(chosen, "header_nbytes", 0))
-        ranges = [traits.workers_of(name) for name in (None, *getattr(chosen, "header_teams", ()))]
+        within = getattr(chosen, "traits_within", None)
+        crews = traits if limits is None or within is None else within(spec, traits, limits)
+        ranges = [crews.workers_of(name) for name in (None, *getattr(chosen, "header_teams", ()))]
         workers = sum(end - first for first, end in ranges)
         header += int(getattr(chosen, "header_nbytes_per_worker", 0)) * workers
         itemsize = int(getattr(chosen, "partial_itemsize", 4))

@@ -241,7 +241,16 @@ def fill_first(plan: Plan, target: np.ndarray) -> tuple[int, int]:
 
     def fill(first: int, end: int, line: int) -> int:
         count = lib.attnrt_cuda_first_items(
-            *(items, indptr + first, end - first, rows, len(plan.merge), rulers, traits.classes[0].kv_tile, parts),
+            *(
+                items,
+                indptr + first,
+                end - first,
+                rows,
+                len(plan.merge),
+                rulers,
+                traits.classes[0].kv_tile,
+                parts,
+            ),
             to + line * (FIRST_ITEM_BYTES // 4),
         )
         return int(count)
