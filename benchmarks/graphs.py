@@ -18,7 +18,7 @@ from typing import Any
 import specs
 import torch
 from cases import Case
-from harness import Clock, captured, kernels_of
+from clock import Clock, captured, kernels_of
 from ours import flat_index, limits_of
 from shapes import Shape
 

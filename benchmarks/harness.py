@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How GPU times are taken: one protocol for ours and for every peer.
+"""What counts as a GPU time: one protocol for ours and for every peer.
 
 A time is the median of CUDA events around one replay of a captured graph, and beside it around the call itself, with the L2
-cache cold and *clean*: before each a buffer several times its size is read (a flush that writes leaves dirty lines, whose
-eviction costs the next kernel 4 to 23 %). The events themselves cost about 3 µs: the empty graph is timed in the same run and
-printed beside. A time counts only if
+cache cold and clean (clock.py). All providers of a case are prepared first; then their times are taken in rounds, each form of
+each provider in turn, and medians over the rounds are kept, with the clock of the multiprocessors: at large sizes a GPU is at its
+limit of power, and who is timed after an idle second has a tenth more of it than who is timed last. The events themselves cost
+about 3 µs: the empty graph is timed in the same run and printed beside. A time counts only if
 
 - random (row, head) pairs of the result agree with a float64 reference in the same process, before and after the replays,
 - it does not beat the memory or the tensor cores of the machine,
@@ -27,10 +28,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
 from cases import Case, error_of
+from clock import Clock, empty_graphs
 from report import OURS, Row, Target, save
 from shapes import Shape
 
@@ -38,7 +41,6 @@ from shapes import Shape
 MEMORY_LIMIT, TENSOR_LIMIT = 4.8e12, 989e12
 #: Largest relative error of a result in 16 bits against float64: ||out - ref|| / ||ref|| over the sampled rows.
 TOLERANCE = 1e-2
-FLUSH_BYTES = 256 << 20
 #: The kernel that takes anything: where it runs in place of a kernel made for the case, the row is a fallback's.
 GENERAL = "attnrt_attend"
 
@@ -89,140 +91,100 @@ class Provider(Protocol):
         ...
 
 
-class Clock:
-    """Times with a cold, clean L2.
+@dataclass(slots=True, eq=False)
+class Trial:
+    """A provider that is right on a case and has its times taken in turns, eager and as a graph."""
 
-    Parameters
-    ----------
-    repeats : int
-        Replays of which the median is taken.
-    """
+    case: Case
+    provider: Provider
+    ready: Ready
+    version: str
+    kernels: list[str]
+    error: float
+    replay: Callable[[], Any]
+    returned: Any
+    note: str
+    taken: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {"eager": [], "graph": []})
 
-    def __init__(self, repeats: int = 21) -> None:
-        self.repeats = repeats
-        self._other = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-        self._events = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(repeats)
-        ]
+    @classmethod
+    def of(cls, case: Case, provider: Provider, clock: Any) -> Trial:
+        """Prepared, checked and captured.
 
-    def prepare(self) -> None:
-        """What the first measurement would wait for: the profiler takes seconds to start."""
-        self.flush()
-        kernels_of(self.flush)
+        Raises
+        ------
+        Absent
+            The provider cannot take the case.
+        AssertionError
+            Wrong result.
+        """
+        version, ready = provider.version(), provider.prepare(case)
+        if ready.out is not None:
+            ready.out.fill_(float("nan"))
+        returned = ready.run()
+        clock.synchronize()
+        error = _checked(case, provider, ready.result(returned))
+        names = clock.kernels(ready.run)
+        replay, note = ready.run, "" if ready.graph else "no graph"
+        if ready.graph:
+            try:
+                replay, returned = clock.captured(ready.run)
+            except Exception as failure:  # a peer's call may synchronise or allocate
+                if provider.name.startswith(OURS):
+                    raise
+                note = f"no graph ({type(failure).__name__})"
+                clock.synchronize()
+        return cls(case, provider, ready, version, names, error, replay, returned, note)
 
-    def flush(self) -> None:
-        """Fill L2 with lines that need not be written back."""
-        self._other.max()
+    def turn(self, form: str, clock: Any) -> None:
+        """One more time of a form."""
+        self.taken[form].append(clock.turn(self.replay if form == "graph" else self.ready.run))
 
-    def median(self, run: Callable[[], Any]) -> float:
-        """µs of ``run``, median."""
-        for _ in range(3):
-            run()
-        for start, stop in self._events:
-            self.flush()
-            start.record()
-            run()
-            stop.record()
-        torch.cuda.synchronize()
-        times = sorted(start.elapsed_time(stop) * 1e3 for start, stop in self._events)
-        return times[len(times) // 2]
+    def row(self, clock: Any) -> Row:
+        """Medians over the rounds, after a last replay has been checked.
 
-    def kernels(self, run: Callable[[], Any]) -> list[str]:
-        """Names of the kernels that one run launches, in order."""
-        return kernels_of(run)
-
-    def captured(self, run: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-        return captured(run)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-
-def captured(run: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-    """(replay of ``run``, what it returned while it was captured); the graph lives as long as the replay."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        returned = run()
-    return graph.replay, returned
-
-
-def kernels_of(run: Callable[[], Any]) -> list[str]:
-    """Names of the kernels that one run launches, in order."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        run()
-        torch.cuda.synchronize()
-    events = [e for e in found.events() if e.device_type == DeviceType.CUDA]
-    return [
-        e.name.split("(")[0].split("<")[0].removeprefix("void ")[:80]
-        for e in sorted(events, key=lambda e: e.time_range.start)
-    ]
+        Raises
+        ------
+        AssertionError
+            Wrong result, or impossible time.
+        """
+        written = self.ready.out if self.ready.out is not None else self.returned
+        if isinstance(written, torch.Tensor):
+            written.fill_(float("nan"))
+        returned = self.replay()
+        clock.synchronize()
+        found = self.ready.result(returned if self.note else self.returned)
+        error = max(self.error, _checked(self.case, self.provider, found, " after replays"))
+        (us, ghz), (eager_us, eager_ghz) = (
+            tuple(median(column) for column in zip(*self.taken[form], strict=True))
+            for form in ("graph", "eager")
+        )
+        case, mine = self.case, self.provider.name.startswith(OURS)
+        least = max(case.nbytes / MEMORY_LIMIT, case.flops / TENSOR_LIMIT) * 1e6
+        assert min(us, eager_us) >= least, (
+            f"{self.provider.name} on {case.name}: {min(us, eager_us):.2f} µs beats {least:.2f}, a limit of the machine"
+        )
+        return Row(
+            case=case.name,
+            provider=self.provider.name,
+            version=self.version,
+            us=us,
+            eager_us=eager_us,
+            ghz=round(ghz, 3),
+            eager_ghz=round(eager_ghz, 3),
+            nbytes=case.nbytes,
+            flops=case.flops,
+            error=error,
+            kernels=sorted(set(self.kernels)),
+            note=self.note,
+            fallback=mine
+            and (GENERAL in self.kernels or not any("attnrt_" in name for name in self.kernels)),
+        )
 
 
-def measure(case: Case, provider: Provider, clock: Any) -> Row:
-    """The checked times of one provider on one case.
-
-    Raises
-    ------
-    Absent
-        The provider cannot take the case.
-    AssertionError
-        Wrong result, or impossible time.
-    """
-    version, mine = provider.version(), provider.name.startswith(OURS)
-    ready = provider.prepare(case)
-    label = f"{provider.name} on {case.name}"
-    if ready.out is not None:
-        ready.out.fill_(float("nan"))
-    returned = ready.run()
-    clock.synchronize()
-    error = error_of(case, ready.result(returned))
-    assert error < TOLERANCE, f"{label}: error {error:.2e}"
-    names = clock.kernels(ready.run)
-    eager_us = clock.median(ready.run)
-    replay, note = ready.run, "" if ready.graph else "no graph"
-    if ready.graph:
-        try:
-            replay, returned = clock.captured(ready.run)
-        except Exception as failure:  # a peer's call may synchronise or allocate
-            if mine:
-                raise
-            note = f"no graph ({type(failure).__name__})"
-            clock.synchronize()
-    written = ready.out if ready.out is not None else returned
-    if isinstance(written, torch.Tensor):
-        written.fill_(float("nan"))
-    us = clock.median(replay)
-    if note == "":
-        error = max(error, error_of(case, ready.result(returned)))
-        assert error < TOLERANCE, f"{label}: error {error:.2e} after replays"
-    least = max(case.nbytes / MEMORY_LIMIT, case.flops / TENSOR_LIMIT) * 1e6
-    assert min(us, eager_us) >= least, (
-        f"{label}: {min(us, eager_us):.2f} µs beats {least:.2f}, a limit of the machine"
-    )
-    return Row(
-        case=case.name,
-        provider=provider.name,
-        version=version,
-        us=us,
-        eager_us=eager_us,
-        nbytes=case.nbytes,
-        flops=case.flops,
-        error=error,
-        kernels=sorted(set(names)),
-        note=note,
-        fallback=mine and (GENERAL in names or not any("attnrt_" in name for name in names)),
-    )
+def _checked(case: Case, provider: Provider, out: torch.Tensor, when: str = "") -> float:
+    error = error_of(case, out)
+    assert error < TOLERANCE, f"{provider.name} on {case.name}: error {error:.2e}{when}"
+    return error
 
 
 @dataclass
@@ -266,49 +228,84 @@ class Run:
             with self.timed("data and references"):
                 case = Case(shape, self.device)
                 case.samples  # noqa: B018  (computed here so that it is counted here)
-            for provider in providers:
-                if provider.name not in gone:
-                    self._one(case, provider, gone)
+            waiting = [provider for provider in providers if provider.name not in gone]
+            while waiting:
+                trials = self._prepared(case, waiting, gone)
+                with self.timed("rounds"):
+                    self._rounds(trials)
+                while trials:
+                    self._finish(trials.pop(0))
+                if waiting:
+                    self._free()
             del case
-            gc.collect()
-            if self.device == "cuda":
-                torch.cuda.empty_cache()
+            self._free()
         if self.left_out:
             print(f"out of time, not measured: {', '.join(self.left_out)}", flush=True)
 
-    def _one(self, case: Case, provider: Provider, gone: set[str]) -> None:
+    def _free(self) -> None:
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _prepared(self, case: Case, waiting: list[Provider], gone: set[str]) -> list[Trial]:
+        """Trials of the providers that wait, taken off the list: of all, unless memory ends before."""
+        trials: list[Trial] = []
+        while waiting:
+            provider = waiting[0]
+            try:
+                with self.timed(provider.name), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    trials.append(Trial.of(case, provider, self.clock))
+            except ImportError as error:
+                print(f"{provider.name}: skipped, {error}", flush=True)
+                gone.add(provider.name)
+            except Absent as reason:
+                self.absent.append(f"{provider.name} on {case.name}: {reason}")
+            except Exception as error:
+                if isinstance(error, torch.OutOfMemoryError) and trials:
+                    break
+                if type(error).__name__ == "MissingJITCacheError":  # FLASHINFER_DISABLE_JIT is set
+                    self.absent.append(
+                        f"{provider.name} on {case.name}: its module was not compiled beforehand"
+                    )
+                else:
+                    self._fault(case, provider, error)
+            waiting.pop(0)
+        return trials
+
+    def _rounds(self, trials: list[Trial]) -> None:
+        """Times of all in turns, forwards and backwards by turns, so that none always follows the same one."""
+        turns = [(trial, form) for form in ("eager", "graph") for trial in trials]
+        for _ in range(self.clock.rounds):
+            for trial, form in turns:
+                if trial in trials:
+                    try:
+                        with warnings.catch_warnings():
+                            warnings.simplefilter("ignore")
+                            trial.turn(form, self.clock)
+                    except Exception as error:
+                        self._fault(trial.case, trial.provider, error)
+                        trials.remove(trial)
+            turns.reverse()
+
+    def _finish(self, trial: Trial) -> None:
         try:
-            with self.timed(provider.name), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                row = measure(case, provider, self.clock)
-        except ImportError as error:
-            print(f"{provider.name}: skipped, {error}", flush=True)
-            gone.add(provider.name)
-            return
-        except Absent as reason:
-            self.absent.append(f"{provider.name} on {case.name}: {reason}")
-            return
+            row = trial.row(self.clock)
         except Exception as error:
-            if type(error).__name__ == "MissingJITCacheError":  # FLASHINFER_DISABLE_JIT is set
-                self.absent.append(f"{provider.name} on {case.name}: its module was not compiled beforehand")
-                return
-            text = str(error).strip() or repr(error)
-            self.faults.append(f"{provider.name} on {case.name}: {type(error).__name__} {text[:300]}")
-            print("FAULT " + self.faults[-1], flush=True)
+            self._fault(trial.case, trial.provider, error)
             return
         self.rows.append(row)
         print(
-            f"{row.case:34s} {row.provider:20s} {row.us:9.2f} µs  eager {row.eager_us:9.2f}  {row.tb_s:5.2f} TB/s "
-            f"{row.tflops:6.1f} TFLOP/s  {row.error:.1e} {'FALLBACK ' if row.fallback else ''}{row.note} {row.kernels}",
+            f"{row.case:34s} {row.provider:20s} {row.us:9.2f} µs  eager {row.eager_us:9.2f}  at {row.ghz:5.3f} "
+            f"{row.eager_ghz:5.3f} GHz  {row.tb_s:5.2f} TB/s {row.tflops:6.1f} TFLOP/s  {row.error:.1e} "
+            f"{'FALLBACK ' if row.fallback else ''}{row.note} {row.kernels}",
             flush=True,
         )
 
-
-def empty_graphs(clock: Clock) -> dict[str, float]:
-    """µs between the events around a graph of one and of two kernels that do next to nothing."""
-    x = torch.zeros(1, device="cuda")
-    one, two = captured(lambda: x.add_(1)), captured(lambda: (x.add_(1), x.add_(1)))
-    return {"one node": round(clock.median(one[0]), 2), "two nodes": round(clock.median(two[0]), 2)}
+    def _fault(self, case: Case, provider: Provider, error: Exception) -> None:
+        text = str(error).strip() or repr(error)
+        self.faults.append(f"{provider.name} on {case.name}: {type(error).__name__} {text[:300]}")
+        print("FAULT " + self.faults[-1], flush=True)
 
 
 def setting() -> dict[str, str]:

@@ -217,10 +217,10 @@ def main(argv: list[str] | None = None) -> int:
     from peers_dense import Flex
 
     asked = [p for p in providers() if chosen(p.name, args.provider)]
-    run.add(listed, asked)
+    flexed = [s for s in listed if Flex.takes(s) and not args.no_flex and chosen("flex", args.provider)]
+    run.add([shape for shape in listed if shape not in flexed], asked)
+    run.add(flexed, [*asked, Flex()])
     run.add(swept, [p for p in asked if p.name not in ("sdpa-flash",)])
-    if not args.no_flex and chosen("flex", args.provider):
-        run.add([shape for shape in listed if Flex.takes(shape)], [Flex()])
     groups = groups_of([*listed, *swept])
     title = "Prefill and append, bfloat16, head_dim 128 and 16384 queries unless said"
     return finish(run, args, "prefill", title, rate="tflops", targets=targets(groups), groups=groups)

@@ -34,6 +34,8 @@ class Row:
     us, eager_us : float
         Between events around a graph's replay (around the call itself if ``note`` says that it cannot be captured), and around
         the call.
+    ghz, eager_ghz : float
+        Clock of the multiprocessors meanwhile.
     nbytes, flops : int
         What any implementation must move and do.
     error : float
@@ -51,6 +53,8 @@ class Row:
     nbytes: int
     flops: int = 0
     eager_us: float = float("nan")
+    ghz: float = float("nan")
+    eager_ghz: float = float("nan")
     error: float = float("nan")
     kernels: list[str] = field(default_factory=list)
     note: str = ""
@@ -157,7 +161,8 @@ def _cell(value: float, digits: int = 1) -> str:
 
 
 def table(rows: Sequence[Row], rate: str = "tb_s") -> str:
-    """Markdown: a line per case with our graph and eager times and rate, each peer's graph time, the ratio, and the kernels.
+    """Markdown: a line per case with our graph and eager times, clock and rate, each peer's graph time, the ratio, and the
+    kernels.
 
     Parameters
     ----------
@@ -169,9 +174,9 @@ def table(rows: Sequence[Row], rate: str = "tb_s") -> str:
     unit = {"tb_s": "TB/s", "tflops": "TFLOP/s"}[rate]
     heads = ["case"]
     for name in ours:
-        heads += [f"{name} µs", "eager µs", unit] if name == OURS else [f"{name} µs"]
+        heads += [f"{name} µs", "eager µs", "GHz", unit] if name == OURS else [f"{name} µs"]
     heads += [f"{peer} µs" for peer in peers]
-    heads += ["best peer, eager µs", "best peer / ours", "kernels of ours"]
+    heads += ["best peer, eager µs", "its GHz", "best peer / ours", "kernels of ours"]
     text = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     by = {(r.case, r.provider): r for r in rows}
     for case in found.cases:
@@ -182,9 +187,13 @@ def table(rows: Sequence[Row], rate: str = "tb_s") -> str:
             cells.append(f"{row.us:.1f}{mark}" if row else "")
             if name == OURS:
                 cells += (
-                    [_cell(row.eager_us), _cell(getattr(row, rate), 2 if rate == "tb_s" else 0)]
+                    [
+                        _cell(row.eager_us),
+                        _cell(row.ghz, 2),
+                        _cell(getattr(row, rate), 2 if rate == "tb_s" else 0),
+                    ]
                     if row
-                    else ["", ""]
+                    else [""] * 3
                 )
         cells += [
             f"{by[case, peer].us:.1f}{' (eager)' if by[case, peer].note else ''}"
@@ -193,7 +202,7 @@ def table(rows: Sequence[Row], rate: str = "tb_s") -> str:
             for peer in peers
         ]
         best, mine = found.best_peer(case), by.get((case, OURS))
-        cells.append(_cell(best.eager_us) if best else "")
+        cells += [_cell(best.eager_us), _cell(best.ghz, 2)] if best else ["", ""]
         ratio = f"{best.us / mine.us:.2f}{'*' if mine.fallback else ''}" if best and mine else ""
         cells.append(ratio)
         cells.append(", ".join(mine.kernels) if mine else "")

@@ -22,8 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cases import Case
-from harness import Clock
-from harness import captured as captured_with
+from clock import Clock
+from clock import captured as captured_with
 from shapes import Shape
 
 import attnrt as at

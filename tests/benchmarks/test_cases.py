@@ -33,12 +33,14 @@ VARIANTS = ("causal", "full", "softcap", "window", "alibi", "rope", "sigmoid", "
 class Lying:
     """A clock without a GPU: every time is ``us``, every kernel has ``name``."""
 
+    rounds = 2
+
     def __init__(self, us: float = 1e6, name: str = "attnrt_decode") -> None:
         self.us, self.name = us, name
 
-    def median(self, run: Callable[[], Any]) -> float:
+    def turn(self, run: Callable[[], Any]) -> tuple[float, float]:
         run()
-        return self.us
+        return self.us, 1.5
 
     def kernels(self, run: Callable[[], Any]) -> list[str]:
         run()
@@ -234,6 +236,107 @@ def test_a_run_goes_on_past_what_peers_do(capsys: pytest.CaptureFixture[str]) ->
         and sum("error inf" in fault for fault in run.faults) == 4
     )
     assert capsys.readouterr().out.count("gone: skipped") == 1
+
+
+class Noting(Lying):
+    """Remembers who had a turn; its times grow from one turn to the next."""
+
+    rounds = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[str] = []
+
+    def turn(self, run: Any) -> tuple[float, float]:
+        run()
+        self.turns.append(run.label)
+        return 1e6 + len(self.turns), 1.0 + len(self.turns) / 100
+
+    def captured(self, run: Any) -> tuple[Callable[[], Any], Any]:
+        returned = run()
+        return labelled(f"{run.label}, graph", run), returned
+
+
+def labelled(label: str, call: Callable[[], Any]) -> Any:
+    """The call, with a label."""
+
+    def run() -> Any:
+        return call()
+
+    run.label = label  # type: ignore[attr-defined]
+    return run
+
+
+class Changed(Peer):
+    """A peer whose calls are changed, and have its name for a label."""
+
+    def __init__(self, name: str, change: Callable[[Callable[[], Any]], Any] = lambda call: call) -> None:
+        super().__init__(name, right)
+        self.change = change
+
+    def prepare(self, case: Case) -> harness.Ready:
+        ready = super().prepare(case)
+        return dataclasses.replace(ready, run=labelled(self.name, self.change(ready.run)))
+
+
+def test_all_are_timed_in_turns() -> None:
+    """Every round times each form of each provider, forwards and backwards by turns; medians over rounds, with their clock."""
+    clock = Noting()
+    run = harness.Run(clock, device="cpu")
+    run.add([Shape(name="x", kv=(30,), qo=(30,), page=0, **SMALL)], [Changed("a"), Changed("b")])
+    forwards = ["a", "b", "a, graph", "b, graph"]
+    assert clock.turns == [*forwards, *forwards[::-1], *forwards]
+    a, b = run.rows
+    assert (a.eager_us, b.eager_us, a.us, b.us) == tuple(1e6 + n for n in (8, 7, 6, 5))
+    assert (a.eager_ghz, b.eager_ghz, a.ghz, b.ghz) == (1.08, 1.07, 1.06, 1.05)
+
+
+def test_a_replay_after_the_turns_is_checked() -> None:
+    """Results that other providers' turns spoil, and graphs that write nothing."""
+
+    class Idle(Lying):
+        def captured(self, run: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+            return lambda: None, run()  # what was captured has its result, until the check empties it
+
+    shape = Shape(name="x", kv=(30,), qo=(30,), page=0, **SMALL)
+    run = harness.Run(Idle(), device="cpu")
+    run.add([shape], [Peer("idle", right)])
+    assert not run.rows and "error inf after replays" in run.faults[0]
+
+
+def test_a_turn_that_fails_costs_one_row() -> None:
+    calls: list[int] = []
+
+    def change(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            calls.append(1)
+            if len(calls) > 5:
+                raise RuntimeError("boom")
+            return call()
+
+        return run
+
+    run = harness.Run(Noting(), device="cpu")
+    run.add([Shape(name="x", kv=(30,), qo=(30,), page=0, **SMALL)], [Changed("bad", change), Changed("good")])
+    assert [row.provider for row in run.rows] == ["good"] and run.faults == ["bad on x: RuntimeError boom"]
+
+
+def test_who_finds_no_memory_beside_others_waits_for_it() -> None:
+    """Those that are prepared have their rounds first; who finds none alone is a fault."""
+    tries: list[str] = []
+
+    class Large(Peer):
+        def prepare(self, case: Case) -> harness.Ready:
+            tries.append(self.name)
+            if self.name == "too large" or tries.count(self.name) == 1:
+                raise torch.OutOfMemoryError("no memory")
+            return super().prepare(case)
+
+    run = harness.Run(Lying(), device="cpu")
+    shape = Shape(name="x", kv=(30,), qo=(30,), page=0, **SMALL)
+    run.add([shape], [Peer("a", right), Large("large", right), Peer("b", right), Large("too large", right)])
+    assert [row.provider for row in run.rows] == ["a", "large", "b"] and tries.count("large") == 2
+    assert len(run.faults) == 1 and "too large" in run.faults[0]
 
 
 def test_impossible_times_are_refused() -> None:

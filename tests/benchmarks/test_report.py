@@ -13,6 +13,7 @@ import targets
 
 def row(case: str, provider: str, us: float, **more: object) -> report.Row:
     fields = {"version": "1", "nbytes": 4_000_000, "flops": 8_000_000, "error": 1e-3, "eager_us": us + 5}
+    fields |= {"ghz": 1.75, "eager_ghz": 1.5}
     return report.Row(case=case, provider=provider, us=us, **{**fields, **more})
 
 
@@ -83,6 +84,7 @@ def test_table_marks_fallbacks_and_eager_rows(rows: list[report.Row]) -> None:
     widths = {line.count("|") for line in lines if line.startswith("|") and "\\*" not in line}
     assert len(widths) == 1, "every line has every column"
     a, c = (next(line for line in lines if line.startswith(f"| {case} |")) for case in "ac")
+    assert "| 15.0 | 1.75 |" in a, "our eager time and clock"
     assert "20.0 (eager)" in a and "| 1.50 |" in a and "attnrt_decode" in a
     assert "1.0*" in c and "| 2.00* |" in c and lines[-1].endswith("counts for nothing")
 
