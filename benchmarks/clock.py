@@ -39,7 +39,7 @@ class Stamps:
     def __init__(self) -> None:
         from attnrt.backends.cuda.nvrtc import compile_source
 
-        properties = torch.cuda.get_device_properties()
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         image, _ = compile_source(_STAMP, f"sm_{properties.major}{properties.minor}", "stamp")
         self._ctas = 2 * properties.multi_processor_count  # one on each at least
         self._found = torch.zeros(2, self._ctas, 2, dtype=torch.int64, device="cuda")
