@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 import torch
 from cases import Case, error_of
-from clock import Clock, empty_graphs
+from clock import Clock, captured, empty_graphs, kernels_of  # noqa: F401  (scripts of experiments ask here)
 from report import OURS, Row, Target, save
 from shapes import Shape
 
