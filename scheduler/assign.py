@@ -24,6 +24,7 @@ import numpy as np
 
 from attnrt.errors import ArgumentError, DtypeError, PlanError
 from attnrt.registry import Registry
+from attnrt.scheduler.level import level
 
 __all__ = [
     "BUILTIN",
@@ -44,19 +45,29 @@ class LPT:
     name = "lpt"
 
     def assign(self, costs: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.assign_sections(np.zeros(len(costs), np.int64), costs, num_workers)
+        taken, _ = self._deal(np.argsort(-costs, kind="stable"), costs, num_workers)
+        return _pack(taken)
 
     def assign_sections(
         self, sections: np.ndarray, costs: np.ndarray, num_workers: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        by_cost = np.lexsort((-costs, sections))  # stable: ties by item id
-        heap = [(0.0, worker) for worker in range(num_workers)]
-        taken: list[list[int]] = [[] for _ in range(num_workers)]
-        for item in by_cost.tolist():
+        """The same section after section, then levelled (``scheduler/level.py``)."""
+        in_order = np.lexsort((-costs, sections))  # stable: ties by item id
+        taken, loads = self._deal(in_order, costs, num_workers)
+        level(taken, loads, sections.tolist(), costs.tolist())
+        place = np.argsort(in_order)
+        return _pack([sorted(items, key=place.__getitem__) for items in taken])
+
+    @staticmethod
+    def _deal(in_order: np.ndarray, costs: np.ndarray, workers: int) -> tuple[list[list[int]], list[float]]:
+        """Each worker's items, and its load."""
+        heap = [(0.0, worker) for worker in range(workers)]
+        taken: list[list[int]] = [[] for _ in range(workers)]
+        for item in in_order.tolist():
             load, worker = heap[0]
             taken[worker].append(item)
             heapq.heapreplace(heap, (load + float(costs[item]), worker))
-        return _pack(taken)
+        return taken, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
 
 
 class RoundRobin:

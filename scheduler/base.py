@@ -150,6 +150,10 @@ class Team:
         of the machine as this is enough for them to keep memory busy.
     again : float
         Cost of second items: of workers that have to start once more.
+    beside : float
+        What stands for ``fixed`` where workers are left to the others (``overlap``); 0: ``fixed`` itself.
+    tile : int
+        Costs count keys by so many: a kernel multiplies whole tiles, which lie at multiples of their size. 0: one by one.
     """
 
     name: str
@@ -164,6 +168,8 @@ class Team:
     unit: float = 1.0
     overlap: float = 0.0
     again: float = 0.0
+    beside: float = 0.0
+    tile: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,13 +79,20 @@ class Candidate:
 
 
 def whole_cost(problem: Problem, crew: Crew) -> float:
-    """Cost of a crew's tiles without a cut."""
-    return total(tile.heads * unit_cost(problem, crew, tile, float(tile.keys)) for tile in crew.tiles)
+    """Cost of a crew's tiles without a cut, beside the other crews."""
+    beside = getattr(crew.traits, "beside", 0.0)
+    more = beside - crew.traits.fixed if beside else 0.0
+    return total(
+        tile.heads * (unit_cost(problem, crew, tile, tile.kv_begin, tile.kv_end) + more)
+        for tile in crew.tiles
+    )
 
 
-def unit_cost(problem: Problem, crew: Crew, tile: Tile, keys: float) -> float:
-    """Cost of so many keys of a tile for one KV head."""
+def unit_cost(problem: Problem, crew: Crew, tile: Tile, begin: int, end: int) -> float:
+    """Cost of these keys of a tile for one KV head."""
     t, rows = crew.traits, float(tile.queries * problem.group)
+    size = getattr(t, "tile", 0)
+    keys = float((-(-end // size) - begin // size) * size if size else end - begin)
     return t.fixed + t.alpha * rows + t.beta * keys + t.beta_rows * rows * keys
 
 

@@ -22,7 +22,7 @@ from attnrt.scheduler.values import twin
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse
 
-_ABI = 7  # of native/planner_abi.h
+_ABI = 8  # of native/planner_abi.h
 
 try:
     from attnrt.scheduler._planner_native import ffi, lib
@@ -115,7 +115,8 @@ def _traits_struct(traits: Traits) -> Any:
         own.busy, own.again, own.merge, own.fold = sharing.busy, sharing.again, sharing.merge, sharing.fold
     for team, out in zip(traits.teams, struct.crews[1 : len(crews)], strict=True):
         out.section, out.first_class, out.rows = team.section, team.first_class, team.rows
-        out.unit, out.overlap, out.again = team.unit, team.overlap, team.again
+        out.unit, out.overlap, out.beside = team.unit, team.overlap, team.beside
+        out.again, out.tile = team.again, team.tile
     struct.num_crews = len(crews)
     struct.num_classes, struct.split_heads = len(traits.classes), traits.split_heads
     for klass, out in zip(traits.classes, struct.classes, strict=False):

@@ -230,7 +230,7 @@ def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tup
         step = min(heads, tile.heads)
         for head in range(tile.head_begin, tile.head_end, step):
             for lo, hi, leaf_begin, leaf_end, slot, fold in tile_runs:
-                costs.append(step * unit_cost(problem, crew, tile, float(hi - lo)))
+                costs.append(step * unit_cost(problem, crew, tile, lo, hi))
                 where = (tile.part, tile.row, tile.q_begin, tile.q_end, head, head + step)
                 rows.append((*where, lo, hi, leaf_begin, leaf_end, slot, tile.klass, fold, 0))
                 requests.append(int(problem.parts[tile.part].request[tile.q_begin]))

@@ -107,11 +107,11 @@ HEADER = np.dtype(
     + [(name, "<i4") for name in ("num_workers", "num_merges", "num_parts", "pairwise", "team_workers")]
     + [(name, "<i4") for name in ("box_log2", "page_box_log2", "solid")]
     + [("num_items", "<i4"), ("wide_workers", "<i4"), ("firsts", "<i4"), ("wide_items", "<i4")]
-    + [("folds", "<i4"), ("wide_firsts", "<i4")]
+    + [("folds", "<i4"), ("wide_firsts", "<i4"), ("team_firsts", "<i4"), ("pad", "<i4")]
     + [("rulers", RULER, (MAX_CLASSES,)), ("parts", PART, (MAX_PARTS,))]
 )
 #: Where each worker's FirstItem lies, from the header's start, and its size.
-FIRST_AT, FIRST_ITEM_BYTES = 2560, 128
+FIRST_AT, FIRST_ITEM_BYTES, FIRST_PASS_BYTES = 2560, 128, 256
 LAUNCH_RUN = np.dtype(
     [
         ("plan", "<u8"),
@@ -152,7 +152,7 @@ def layout_asserts() -> str:
 # The dtypes above say what lies where; packing goes through struct, which is an order of magnitude faster than records.
 _PAGED = struct.Struct("<QqqqqIIIi")
 _PART = struct.Struct(f"<{len(PART_POINTERS)}QIIIiii")
-_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q14i")
+_COUNTS = struct.Struct(f"<{len(HEADER_POINTERS)}Q16i")
 _RULER = struct.Struct(f"<{2 * MAX_STEPS + 1}i")
 _RUN = struct.Struct("<QIIQqqQqqqqIIIiQqqqqIIIiQqqQqqfiii")
 assert (_PAGED.size, _PART.size, _RULER.size, _RUN.size) == tuple(
@@ -177,7 +177,17 @@ def _ruler(klass: NumericClass) -> bytes:
     return _RULER.pack(*(count for count, _ in steps), *(size for _, size in steps), klass.ruler.tail)
 
 
-_FIRST_ARRAYS = ("request", "qo_pos", "qo_index", "indptr", "indices", "kv_pos", "kv_offset")
+_FIRST_ARRAYS = (
+    "request",
+    "qo_pos",
+    "qo_index",
+    "indptr",
+    "indices",
+    "kv_pos",
+    "kv_offset",
+    "kv_begin",
+    "kv_end",
+)
 
 
 def reads_positions(plan: Plan) -> bool:
@@ -199,6 +209,9 @@ def _first_parts(parts: tuple[BlockSparse, ...], positions: bool) -> tuple[Any, 
             if array is not None and not (name == "indices" and part.features.bound_indices):
                 held.append(ffi.from_buffer("int32_t[]", array))
                 setattr(to, name, held[-1])
+        if part.kv_base is not None:
+            held.append(ffi.from_buffer("int64_t[]", part.kv_base))
+            to.kv_base = held[-1]
         to.block, to.heads = part.block_size[1], part.heads
         to.listed, to.positions = part.kv_base is None, positions and part.block_pos is not None
     return packed, held
@@ -258,6 +271,36 @@ def fill_first(plan: Plan, target: np.ndarray) -> tuple[int, int]:
     counts = fill(0, traits.num_workers, 0), fill(*traits.workers_of(WIDE), traits.num_workers)
     del held
     return counts
+
+
+def fill_first_passes(plan: Plan, target: np.ndarray, solid: bool) -> int:
+    """Write the FirstPass of each of the Hopper kernel's workers behind a header whose rulers and parts are there; how many (0:
+    there is no room, other workers' first items lie in their place, or a bound length may be shorter than the plan's)."""
+    first, end = plan.traits.workers_of(HOPPER)
+    nbytes = FIRST_PASS_BYTES * (end - first)
+    room = nbytes <= min(len(target) - FIRST_AT, FIRST_ITEM_BYTES * plan.traits.num_workers)
+    if not room or has_items(plan, None) or plan.index.requests.bound_kv_lens is not None:
+        return 0
+    ffi, lib = driver.shim()
+    memory = ffi.from_buffer("char[]", target, require_writable=True)
+    parts, held = _first_parts(plan.parts, reads_positions(plan))
+    items, indptr = (ffi.from_buffer("int32_t[]", x) for x in (plan.work.items, plan.work.worker_indptr))
+    team = ffi.new(
+        "attnrt_first_team_t *",
+        {
+            "items": items,
+            "worker_indptr": indptr + first,
+            "rulers": ffi.cast("int32_t *", memory + _AT_RULERS),
+            "described": memory + AT_PARTS,
+            "parts": parts,
+            "workers": end - first,
+            "kv_tile": plan.traits.classes[-1].kv_tile,
+            "solid": solid,
+        },
+    )
+    count = lib.attnrt_cuda_first_passes(team, ffi.cast("int32_t *", memory + FIRST_AT))
+    del held
+    return int(count)
 
 
 _AT_BLOCK_POS = PART_POINTERS.index("block_pos")
@@ -320,6 +363,8 @@ def fill_header(
         rulers = pack_rulers(plan.traits.classes)
     buffer = target.data
     buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
+    buffer[AT_PARTS : AT_PARTS + len(parts)] = parts
+    solid = works and boxes.is_solid(plan)
     firsts, wide_firsts = fill_first(plan, target)
     counts = (
         traits.num_workers,
@@ -327,16 +372,17 @@ def fill_header(
         len(loaded.parts),
         plan.tree == "pairwise",
         team[1] - team[0],
-        *((*boxes.of_plan(plan), boxes.is_solid(plan)) if works else (-1, -1, 0)),
+        *((*boxes.of_plan(plan), solid) if works else (-1, -1, 0)),
         len(plan.work),
         wide[1] - wide[0],
         firsts,
         end - first,
         works and plan_folds(plan),
         wide_firsts,
+        fill_first_passes(plan, target, solid) if works else 0,
+        0,
     )
     _COUNTS.pack_into(buffer, 0, *loaded.addresses, loaded.counters[0], *counts)
-    buffer[AT_PARTS : AT_PARTS + len(parts)] = parts
 
 
 def items_of(plan: Plan, crew: str | None) -> tuple[int, int]:

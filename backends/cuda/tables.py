@@ -177,8 +177,9 @@ DECODE_ROWS = 64
 #: K and V that the Hopper kernel's workers read at one time: what stays in an H200's second-level cache beside the Q and the
 #: results that pass through it (measured: performance.md).
 SECTION_BYTES = 8 << 20
-#: Tiles that a pass of the Hopper kernel costs beside its own.
-PASS_TILES = 3.5
+#: Keys that a pass of the Hopper kernel costs beside its own, alone and where the decode kernel runs meanwhile (measured:
+#: performance.md).
+PASS_KEYS, PASS_KEYS_BESIDE = 192.0, 448.0
 
 
 def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
@@ -250,7 +251,9 @@ def _wide_team(team: Team, tile: TileConfig | None, beta_rows: float) -> Team:
 def _beside_decode(team: Team, spec: AttentionSpec, config: HopperConfig, key_bytes: int) -> Team:
     """The Hopper kernel's crew where the decode kernel runs beside it: what a key of a pass costs of one that a worker reads."""
     multiply = 2.0 * config.rows * (spec.head_dim + spec.head_dim_vo) / FLOPS
-    return replace(team, unit=multiply / (key_bytes * DECODE_GROUPS / BYTES), overlap=0.45)
+    return replace(
+        team, unit=multiply / (key_bytes * DECODE_GROUPS / BYTES), overlap=0.45, beside=PASS_KEYS_BESIDE
+    )
 
 
 def _sharing(spec: AttentionSpec, key_bytes: int, unit: float) -> Sharing:
@@ -302,8 +305,14 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         teams.append(_wide_team(team, None if many != config.rows else config, beta_rows))
     if wide is not None:
         section = SECTION_BYTES // key_bytes
-        fixed = PASS_TILES * wide.kv_tile
-        team = Team(name=HOPPER, first_class=1, num_workers=multiprocessors, fixed=fixed, section=section)
+        team = Team(
+            name=HOPPER,
+            first_class=1,
+            num_workers=multiprocessors,
+            fixed=PASS_KEYS,
+            section=section,
+            tile=wide.kv_tile,
+        )
         teams.append(_beside_decode(team, spec, wide, key_bytes) if config.q_blocks else team)
     # Seconds that a key costs a worker while all others read as well.
     unit = key_bytes * multiprocessors * DECODE_GROUPS / BYTES

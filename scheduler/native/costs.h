@@ -38,13 +38,17 @@ class Costs {
     return cost.fixed + cost.alpha * rows + cost.beta * size + cost.beta_rows * rows * size;
   }
   double unit(const Crew& crew, const Tile& t, const Run& run) const {
-    return unit(crew, t, int64_t(run.kv_end) - run.kv_begin);
+    const int64_t size = crew.traits->tile;
+    if (!size) return unit(crew, t, int64_t(run.kv_end) - run.kv_begin);
+    return unit(crew, t, ((run.kv_end + size - 1) / size - run.kv_begin / size) * size);
   }
 
-  // All tiles of a crew, uncut.
+  // All tiles of a crew, uncut, beside the other crews.
   double whole(const Crew& crew, const std::vector<Tile>& tiles) const {
+    const attnrt_crew& cost = *crew.traits;
+    const double more = cost.beside != 0.0 ? cost.beside - cost.fixed : 0.0;
     double sum = 0.0;
-    for (size_t i = crew.begin; i < crew.end; ++i) sum += tiles[i].heads() * unit(crew, tiles[i], tiles[i]);
+    for (size_t i = crew.begin; i < crew.end; ++i) sum += tiles[i].heads() * (unit(crew, tiles[i], tiles[i]) + more);
     return sum;
   }
 

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "buffer.h"
+#include "level.h"
 
 // Items first, first + step, ... of equal cost: a run of a tile under one head range after another.
 struct Alike {
@@ -20,7 +21,8 @@ class LongestFirst {
   // one, which is the lower worker. Costs are not negative, so the first items go to workers 0, 1, 2, ... unless some
   // cost is 0; and so the bits of a load, read as an integer, compare as the load does. With integers the way up has no
   // branch, whose outcome nobody could foresee.
-  // alike [kinds]: all items; sections [n], or null: numbers of which a lower one goes first, whatever the costs.
+  // alike [kinds]: all items; sections [n], or null: numbers of which a lower one goes first, whatever the costs; then
+  // workers are levelled (level.h), and load() is not what they have.
   double assign(const double* costs, const Alike* alike, size_t kinds, const int32_t* sections, size_t n,
                 int32_t workers) {
     sort_by_cost(costs, alike, kinds);
@@ -71,6 +73,11 @@ class LongestFirst {
           who[node] = me;
         }
       }
+    }
+    if (sections) {
+      double* loads = loads_.need(size_t(workers));
+      for (int32_t w = 0; w < workers; ++w) loads[w] = load_of(load[leaves + w]);
+      return levelling_.run({costs, in_order, sections, n}, worker_at, loads, workers);
     }
     int64_t makespan = 0;
     for (int32_t w = 0; w < workers; ++w) makespan = std::max(makespan, load[leaves + w]);
@@ -171,6 +178,8 @@ class LongestFirst {
   Buffer<uint64_t> keys_, keys2_;
   Buffer<int32_t> kinds_, ids_, ids2_, starts_, workers_, who_;
   Buffer<int64_t> load_;
+  Buffer<double> loads_;
+  Levelling levelling_;
   int32_t leaves_ = 1;
   bool one_each_ = false;
 };

@@ -13,6 +13,7 @@ import pytest
 
 import attnrt as at
 from attnrt import testing
+from attnrt.backends.cuda import pack
 from attnrt.dtypes import as_dtype
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -230,6 +231,24 @@ def test_cut_rows(dim):
     s = spec(num_qo_heads=1, num_kv_heads=1, head_dim=dim)
     results = [right(s, ([65], [4300]), EmulatedHopper(n))[0] for n in (1, 3)]
     testing.same(*results, "one worker and three")
+
+
+def test_first_passes_come_with_the_header(monkeypatch):
+    """Workers' first passes lie behind the header where nobody else's items do, and change no bit."""
+    s, told, fill = spec(variant=(v.causal(), v.sliding_window(50))), [], pack.fill_first_passes
+
+    def watched(*args):
+        told.append(fill(*args))
+        return told[-1]
+
+    monkeypatch.setattr(pack, "fill_first_passes", watched)
+    lengths = [70, 40, 33], [250, 60, 170]
+    with_them, _ = right(s, lengths, EmulatedHopper(3), page_size=16)
+    right(s, ([70, 1], [250, 60]), EmulatedHopper(3), page_size=16)  # with decode rows there is no place
+    assert told == [3, 0]
+    monkeypatch.setattr(pack, "fill_first_passes", lambda *_: 0)
+    without, _ = right(s, lengths, EmulatedHopper(3), page_size=16)
+    testing.same(with_them, without, "first passes told and found")
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

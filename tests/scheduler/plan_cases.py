@@ -54,8 +54,14 @@ def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, **more):
         teams.append(Team(name="wide", first_class=0, rows=wide, **own))
     if team is not None:
         first, section, *overlap = team
-        own = {"num_workers": 1 + workers // 2, "beta": 1.5, "fixed": 7.0, "section": section}
-        own |= {"unit": 0.75, "overlap": overlap[0]} if overlap else {}
+        own = {
+            "num_workers": 1 + workers // 2,
+            "beta": 1.5,
+            "fixed": 7.0,
+            "section": section,
+            "tile": 8 if section else 0,
+        }
+        own |= {"unit": 0.75, "overlap": overlap[0], "beside": 9.5 if section else 0.0} if overlap else {}
         teams.append(Team(name="team", first_class=first, **own))
     numbers["teams"] = tuple(teams)
     return Traits(name="test", num_workers=workers, classes=classes, **numbers)

@@ -302,6 +302,7 @@ __device__ __forceinline__ void hopper_begin(char* smem) {
     for (int i = 0; i < L::kTables; ++i) {
       ptx::mbar_init(ptx::smem_addr(&meta.table_full[i]), Loader::kArrivalsTable);
       ptx::mbar_init(ptx::smem_addr(&meta.table_empty[i]), kWarps);
+      ptx::mbar_init(ptx::smem_addr(&meta.pass_full[i]), Loader::kArrivalsTable);
     }
     for (int i = 0; i < 2; ++i) {
       ptx::mbar_init(ptx::smem_addr(&meta.q_full[i]), L::kRewritesQ ? kRewriters : Loader::kArrivalsQ);

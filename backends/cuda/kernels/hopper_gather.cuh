@@ -111,7 +111,7 @@ class HopperGather : public HopperPasses<Config, Variant, Loading::gather> {
           for (int part = 0; part < kParts; ++part) id[part] = next[part];
         }
         if (++leaf >= leaf_end) break;
-        leaf_range<L::kTile>(meta_.rulers[klass], kv_begin, kv_end, leaf, tile.offset, stop);
+        leaf_range<L::kTile>(meta_.tables.rulers[klass], kv_begin, kv_end, leaf, tile.offset, stop);
       }
     }
   }

@@ -126,6 +126,25 @@ struct PassKeys {
   const int* qo_index;                        // of the part
 };
 
+// The plan's rulers and the part at hand, of the warp that reads the plan; a header has them so with its first part.
+struct PlanTables {
+  RulerDesc rulers[kMaxClasses];
+  PartDesc part;
+};
+static_assert(sizeof(RulerDesc) * kMaxClasses % alignof(PartDesc) == 0, "nothing between rulers and parts");
+
+// The first pass of a worker of this kernel, behind the header in the place of other workers' first items where those
+// have none (native/first.cpp): Q, K and V are asked for after one wait for memory and some twenty instructions.
+struct FirstPass {
+  PassRecord pass;
+  int there;  // 0: this worker's is not known
+  PassKeys keys;
+  int items_begin, items_end;  // the worker's, this one with them
+  int pad[18];
+};
+static_assert(sizeof(FirstPass) == 2 * sizeof(FirstItem) && sizeof(PassRecord) == 92 && sizeof(PassKeys) == 80,
+              "two lines, known to native/first.cpp");
+
 // Offset of the first live key at or past a position, and one past the last at or before it; clamped first, because the
 // subtraction may overflow.
 template <class Pass>
@@ -168,9 +187,9 @@ struct HopperMeta {
   alignas(L::kStaged ? 64 : 4) char staged[L::kStaged ? 4 * L::kGroups : 1][L::kStaged ? 1024 : 4];
   PassRecord pass[L::kTables];
   PassKeys keys[L::kTables];
-  RulerDesc rulers[kMaxClasses];  // the plan's, and the part at hand, of the warp that reads the plan
-  PartDesc part;
+  PlanTables tables;
   unsigned long long table_full[L::kTables], table_empty[L::kTables];
+  unsigned long long pass_full[L::kTables];  // what loaders ask of a pass is there, its rows not yet
   unsigned long long q_full[2], q_empty[2];  // where Q has two buffers
   unsigned long long k_full[L::kStages], k_empty[L::kStages];
   unsigned long long v_full[L::kStages], v_empty[L::kStages];

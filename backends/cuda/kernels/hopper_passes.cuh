@@ -29,10 +29,17 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
   // ------------------------------------------------------------------ the warp that reads the plan
   __device__ __forceinline__ void run_rows() {
     const int* const lists = p_.plan->worker_indptr + p_.plan->num_workers + p_.plan->wide_workers + blockIdx.x;
-    const int begin = lists[0], end = lists[1];
+    // With the first pass come the rulers, which who takes it may ask for, and the first part, most often the only one.
+    const auto tables = words_of(*reinterpret_cast<const PlanTables*>(p_.plan->rulers));
+    int line[2];
+    bool told = find_first(line);
+    put_words(meta_.tables, tables);
+    if (told) put_first(line);
+    const int begin = told ? __shfl_sync(0xffffffffu, line[1], kItemsBegin % 32) : lists[0];
+    const int end = told ? __shfl_sync(0xffffffffu, line[1], kItemsBegin % 32 + 1) : lists[1];
     const bool solid = p_.plan->solid;
-    copy_words(meta_.rulers, p_.plan->rulers);
-    int word = item_word(begin, end), part = -1, count = 0;
+    int word = told ? line[0] : item_word(begin, end), part = 0, count = 0;
+    find_mine();
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
       const int now = word;
@@ -43,23 +50,27 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
 #pragma unroll 1
       for (int head = item.head_begin; head < item.head_end; ++head) {
 #pragma unroll 1
-        for (int first = 0; first < rows; first += L::kRows) write(now, item, head, first, solid, count++);
+        for (int first = 0; first < rows; first += L::kRows) {
+          write(now, item, head, first, solid, count++, told);
+          told = false;
+        }
       }
     }
     wait_table(count);
     if (lane_ == 0) meta_.pass[L::table(count)].done = 1;
+    ptx::mbar_arrive_warp(bar(meta_.pass_full[L::table(count)]), lane_);
     ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
   }
 
   // ------------------------------------------------------------------ the others
   // Waits for pass `count`; false: the list has ended.
   __device__ __forceinline__ bool wait_pass(int count) const {
-    ptx::mbar_wait(bar(meta_.table_full[L::table(count)]), count / L::kTables & 1);
+    ptx::mbar_wait(bar(meta_.pass_full[L::table(count)]), count / L::kTables & 1);
     return !meta_.pass[L::table(count)].done;
   }
   // Whether pass `count` is there already.
   __device__ __forceinline__ bool sees_pass(int count) const {
-    return ptx::mbar_test_wait(bar(meta_.table_full[L::table(count)]), count / L::kTables & 1) &&
+    return ptx::mbar_test_wait(bar(meta_.pass_full[L::table(count)]), count / L::kTables & 1) &&
            !meta_.pass[L::table(count)].done;
   }
 
@@ -110,7 +121,7 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
           id = next;
         }
         if (++leaf >= leaf_end) break;
-        leaf_range<L::kTile>(meta_.rulers[klass], kv_begin, kv_end, leaf, tile.offset, stop);
+        leaf_range<L::kTile>(meta_.tables.rulers[klass], kv_begin, kv_end, leaf, tile.offset, stop);
       }
       known = found;
     }
@@ -153,14 +164,53 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
   // offset, first and last live key.
   enum { kFirst, kNext, kBase, kBaseHigh, kPos, kOffset, kBegin, kEnd };
 
-  // Copies words from global memory to shared memory.
+  // Words from global memory to shared memory, by lane; all of them are asked for before one is stored.
   template <class T>
-  __device__ __forceinline__ void copy_words(T& to, const T& from) const {
+  struct Words {
+    static constexpr int kAll = sizeof(T) / 4, kMine = (kAll + 31) / 32;
     static_assert(sizeof(T) % 4 == 0, "words");
-    const int* source = reinterpret_cast<const int*>(&from);
-    int* target = reinterpret_cast<int*>(&to);
-    for (int i = lane_; i < static_cast<int>(sizeof(T) / 4); i += 32) target[i] = source[i];
+    int x[kMine];
+  };
+  template <class T>
+  __device__ __forceinline__ Words<T> words_of(const T& from) const {
+    Words<T> words;
+#pragma unroll
+    for (int i = 0; i < Words<T>::kMine; ++i) {
+      const int at = i * 32 + lane_;
+      words.x[i] = at < Words<T>::kAll ? reinterpret_cast<const int*>(&from)[at] : 0;
+    }
+    return words;
+  }
+  template <class T>
+  __device__ __forceinline__ void put_words(T& to, const Words<T>& words) const {
+#pragma unroll
+    for (int i = 0; i < Words<T>::kMine; ++i) {
+      const int at = i * 32 + lane_;
+      if (at < Words<T>::kAll) reinterpret_cast<int*>(&to)[at] = words.x[i];
+    }
     __syncwarp();
+  }
+
+  // The worker's FirstPass, two words a lane, if there is one.
+  static constexpr int kThere = sizeof(PassRecord) / 4, kKeys = kThere + 1, kItemsBegin = kKeys + sizeof(PassKeys) / 4;
+  __device__ __forceinline__ bool find_first(int (&line)[2]) const {
+    const unsigned at = kFirstAt + blockIdx.x * sizeof(FirstPass);
+    const bool room = at + sizeof(FirstPass) <= p_.behind + sizeof(PlanHeader);
+    const int* words = reinterpret_cast<const int*>(reinterpret_cast<const char*>(p_.plan) + (room ? at : 0)) + lane_;
+    line[0] = words[0];
+    line[1] = words[32];
+    const bool known = static_cast<int>(blockIdx.x) < p_.plan->team_firsts;
+    return room && known && __shfl_sync(0xffffffffu, line[0], kThere) != 0;
+  }
+  // It becomes the record and the keys of pass 0; its rows are written as those of others are.
+  __device__ __forceinline__ void put_first(const int (&line)[2]) const {
+    static_assert(kKeys < 32 && kItemsBegin >= 32, "keys lie in both lines");
+    int* const pass = reinterpret_cast<int*>(&meta_.pass[0]);
+    int* const keys = reinterpret_cast<int*>(&meta_.keys[0]);
+    if (lane_ < kThere) pass[lane_] = line[0];
+    if (lane_ >= kKeys) keys[lane_ - kKeys] = line[0];
+    if (lane_ < kItemsBegin - 32) keys[lane_ + 32 - kKeys] = line[1];
+    ptx::mbar_arrive_warp(bar(meta_.pass_full[0]), lane_);
   }
 
   // Word `lane` of an item of the list.
@@ -177,8 +227,11 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
 
   __device__ __forceinline__ void open_part(int part) {
     __syncwarp();
-    copy_words(meta_.part, p_.plan->parts[part]);
-    const PartDesc& x = meta_.part;
+    put_words(meta_.tables.part, words_of(p_.plan->parts[part]));
+    find_mine();
+  }
+  __device__ __forceinline__ void find_mine() {
+    const PartDesc& x = meta_.tables.part;
     const int* base = reinterpret_cast<const int*>(x.kv_base);
     mine_ = lane_ <= kNext                         ? x.indptr
             : lane_ == kBase || lane_ == kBaseHigh ? base
@@ -190,7 +243,7 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
   }
 
   __device__ __forceinline__ int fetch_list(const WorkItem& item, int head) const {
-    const int heads = meta_.part.heads, list = item.row * heads + (heads > 1 ? head : 0);
+    const int heads = meta_.tables.part.heads, list = item.row * heads + (heads > 1 ? head : 0);
     const int index = lane_ <= kNext                         ? list + lane_
                       : lane_ == kBase || lane_ == kBaseHigh ? 2 * item.row + lane_ - kBase
                       : lane_ == kPos || lane_ == kOffset    ? item.row
@@ -198,11 +251,11 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
     return mine_ ? mine_[index] : 0;
   }
 
-  // `word`: of the item, by lane.
-  __device__ __forceinline__ void write(int word, const WorkItem& item, int head, int first, bool solid,
-                                        int count) const {
+  // `word`: of the item, by lane; `told`: its record and keys are there.
+  __device__ __forceinline__ void write(int word, const WorkItem& item, int head, int first, bool solid, int count,
+                                        bool told) const {
     ATTNRT_TRACE(3, count, 0);
-    const PartDesc& part = meta_.part;
+    const PartDesc& part = meta_.tables.part;
     const int said = fetch_list(item, head);
     Query query[L::kRows / 32];
 #pragma unroll
@@ -222,11 +275,27 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
     if (bound_) tile.live_high = min(tile.live_high, bound_limit(p_, item, part));
     narrow(item, part.block, list, solid, tile);
     Bounds bounds = bounds_of(list, tile);
-    leaf_range<L::kTile>(meta_.rulers[item.klass], item.kv_begin, item.kv_end, item.leaf_begin, bounds.begin,
+    leaf_range<L::kTile>(meta_.tables.rulers[item.klass], item.kv_begin, item.kv_end, item.leaf_begin, bounds.begin,
                          bounds.stop);
     ATTNRT_TRACE(3, count, 1);
     wait_table(count);
     ATTNRT_TRACE(3, count, 2);
+    if (!told) put_pass(word, bounds, list, tile, head, first, count);
+    // Not unrolled: at a kernel's start each line of code is as far away as data.
+#pragma unroll 1
+    for (int r = lane_; r < L::kRows; r += 32) {
+      write_row(make_row(item, part, head, first, r, query[0]), bounds, head, first, r, count);
+#pragma unroll
+      for (int i = 0; i + 1 < L::kRows / 32; ++i) query[i] = query[i + 1];
+    }
+    ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
+    ATTNRT_TRACE(3, count, 3);
+  }
+
+  // The record and the keys of a pass.
+  __device__ __forceinline__ void put_pass(int word, const Bounds& bounds, const KvList& list, const Tile& tile,
+                                           int head, int first, int count) const {
+    const PartDesc& part = meta_.tables.part;
     PassRecord& record = meta_.pass[L::table(count)];
     PassKeys& keys = meta_.keys[L::table(count)];
     if (lane_ < kWords) reinterpret_cast<int*>(&record.item)[lane_] = word;
@@ -241,13 +310,7 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
       keys.block = part.block;
       keys.qo_index = part.qo_index;
     }
-#pragma unroll
-    for (int i = 0; i < L::kRows / 32; ++i) {
-      write_row(make_row(item, part, head, first, i * 32 + lane_, query[i]), bounds, head, first, i * 32 + lane_,
-                count);
-    }
-    ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
-    ATTNRT_TRACE(3, count, 3);
+    ptx::mbar_arrive_warp(bar(meta_.pass_full[L::table(count)]), lane_);
   }
 
   // Asks for the first tiles of a pass in L2, if it is known: the first keys of a head come from memory. `id`: what

@@ -152,6 +152,8 @@ struct PlanHeader {
   int wide_items;    // of the kernel for items of many rows
   int folds;         // 1: an item of the Hopper kernel has several leaves to be folded into one state
   int wide_firsts;   // as `firsts`, of the workers of the kernel for items of many rows; theirs lie behind the others'
+  int team_firsts;   // workers of the Hopper kernel whose FirstPass lies behind the header: all, or none
+  int pad;
   RulerDesc rulers[kMaxClasses];
   PartDesc parts[kMaxParts];
 };

@@ -26,6 +26,32 @@ struct FirstItem {
 };
 static_assert(sizeof(FirstItem) == 128, "pack.FIRST_ITEM_BYTES");
 
+// PartDesc of kernels/params.cuh: the addresses that are read here by place.
+struct PartDesc {
+  enum { kQoIndex, kIndices = 4, kBlockPos = 7 };
+  uint64_t address[14];
+  uint32_t block[3];
+  int32_t numbers[3];
+};
+static_assert(sizeof(PartDesc) == 136, "pack.PART");
+
+// FirstPass of kernels/hopper_layout.cuh: PassRecord, PassKeys and the worker's items.
+struct FirstPass {
+  int32_t item[kItemFields];
+  int32_t head, first, begin, stop, runs, shift, live_begin, live_end, done;
+  int32_t there;
+  uint64_t indices, block_pos;
+  int64_t base;
+  int32_t pos, offset, entries, none;
+  int32_t low, high, live_low, live_high, tile_shift;
+  uint32_t block[3];
+  uint64_t qo_index;
+  int32_t items_begin, items_end;
+  int32_t pad[18];
+};
+static_assert(sizeof(FirstPass) == 256 && offsetof(FirstPass, indices) == 96 && offsetof(FirstPass, qo_index) == 168,
+              "PassRecord, PassKeys");
+
 // Offset of a leaf's first key.
 int leaf_start(const int32_t* ruler, int leaf) {
   int offset = 0;
@@ -182,4 +208,52 @@ extern "C" int attnrt_cuda_first_items(const int32_t* items, const int32_t* work
     to->end = end;
   }
   return busy;
+}
+
+namespace {
+
+// What HopperPasses::write makes of an item's first list: HopperKeys::narrow, bounds_of, leaf_range.
+void first_pass(const attnrt_first_team_t& team, const int32_t* item, FirstPass& to) {
+  const attnrt_first_part_t& part = team.parts[item[kPart]];
+  PartDesc desc;
+  std::memcpy(&desc, static_cast<const char*>(team.described) + item[kPart] * sizeof desc, sizeof desc);
+  const int row = item[kRow], head = item[kHeadBegin], list = row * part.heads + (part.heads > 1 ? head : 0);
+  const int32_t entry = part.indptr ? part.indptr[list] : 0;
+  std::memcpy(to.item, item, sizeof to.item);
+  to.there = !desc.address[PartDesc::kBlockPos];
+  to.head = head;
+  to.entries = part.indptr ? part.indptr[list + 1] - entry : 0;
+  if (desc.address[PartDesc::kIndices]) to.indices = desc.address[PartDesc::kIndices] + 4 * uint64_t(entry);
+  to.base = part.kv_base ? part.kv_base[row] : 0;
+  to.pos = part.kv_pos ? part.kv_pos[row] : 0;
+  to.offset = part.kv_offset[row];
+  to.live_low = to.offset + part.kv_begin[list];
+  to.live_high = to.offset + part.kv_end[list];
+  to.low = std::max(item[kKvBegin], to.live_low);
+  to.high = std::min(item[kKvEnd], to.live_high);
+  if (to.indices) to.high = int32_t(std::min<int64_t>(to.high, to.offset + int64_t(to.entries) * part.block));
+  to.shift = to.pos - to.offset;
+  to.runs = team.solid;
+  to.tile_shift = team.solid ? to.shift : -0x7fffffff;
+  to.live_begin = to.low;
+  to.live_end = std::max(to.high, to.low);
+  const int32_t* ruler = team.rulers + item[kClass] * kRulerFields;
+  const int start = leaf_start(ruler, item[kLeafBegin]), next = leaf_start(ruler, item[kLeafBegin] + 1);
+  const int from = item[kKvBegin];
+  to.begin = from <= start ? start : start + (from - start) / team.kv_tile * team.kv_tile;
+  to.stop = std::max(std::min(next, item[kKvEnd]), to.begin + 1);
+  std::memcpy(to.block, desc.block, sizeof to.block);
+  to.qo_index = desc.address[PartDesc::kQoIndex];
+}
+
+}  // namespace
+
+extern "C" int attnrt_cuda_first_passes(const attnrt_first_team_t* team, int32_t* first) {
+  FirstPass* to = reinterpret_cast<FirstPass*>(first);
+  for (int w = 0; w < team->workers; ++w, ++to) {
+    *to = FirstPass{};
+    to->items_begin = team->worker_indptr[w], to->items_end = team->worker_indptr[w + 1];
+    if (to->items_begin < to->items_end) first_pass(*team, team->items + to->items_begin * kItemFields, *to);
+  }
+  return team->workers;
 }
