@@ -281,12 +281,19 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
     wait_table(count);
     ATTNRT_TRACE(3, count, 2);
     if (!told) put_pass(word, bounds, list, tile, head, first, count);
-    // Not unrolled: at a kernel's start each line of code is as far away as data.
-#pragma unroll 1
-    for (int r = lane_; r < L::kRows; r += 32) {
-      write_row(make_row(item, part, head, first, r, query[0]), bounds, head, first, r, count);
+    const auto put = [&](int r, const Query& of) {
+      write_row(make_row(item, part, head, first, r, of), bounds, head, first, r, count);
+    };
+    if constexpr (L::kTurns) {  // registers are few
 #pragma unroll
-      for (int i = 0; i + 1 < L::kRows / 32; ++i) query[i] = query[i + 1];
+      for (int i = 0; i < L::kRows / 32; ++i) put(i * 32 + lane_, query[i]);
+    } else {  // not unrolled: at a kernel's start each line of code is as far away as data
+#pragma unroll 1
+      for (int r = lane_; r < L::kRows; r += 32) {
+        put(r, query[0]);
+#pragma unroll
+        for (int i = 0; i + 1 < L::kRows / 32; ++i) query[i] = query[i + 1];
+      }
     }
     ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);
     ATTNRT_TRACE(3, count, 3);
