@@ -97,7 +97,6 @@ class Wide {
         ++leaf;
         if (!more) {
           leaf = before = 0;
-          ptx::bulk_wait_read();
           __syncwarp();
           if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.spare));
           continue;
@@ -113,7 +112,6 @@ class Wide {
       before = (flags & (kWideEndsLeaf | kWideEndsPass | kWideCopied)) | kWaits | adds;
       next_tile();
     }
-    ptx::bulk_wait();
   }
 
  private:
@@ -327,31 +325,33 @@ class Wide {
     m[0] = m[1] = neg_inf();
   }
 
-  // The leaf is folded, stored, or, at the end of its pass, its rows are written. O itself stays as it is.
-  __device__ __forceinline__ void close(const float (&o)[kO], int leaf, bool ends) const {
+  // The leaf is folded, stored, or, at the end of its pass, its rows are written. Nothing, and a leaf of which a row sees
+  // nothing, count as -0, which changes no sum by a bit (a * 1 + -0 * 0 is a).
+  __device__ __forceinline__ void close(float (&o)[kO], int leaf, bool ends) const {
     const WidePass& pass = meta_.pass;
     const float4 now = sums(meta_.leaf);
+    if (__any_sync(0xffffffffu, now.x == neg_inf() || now.y == neg_inf())) {
+#pragma unroll
+      for (int i = 0; i < kO; ++i) o[i] = (i / 2 % 2 ? now.y : now.x) == neg_inf() ? -0.0f : o[i];
+    }
     if (!pass.fold && pass.slot >= 0) {
       store_leaf(pass, leaf, o, now);
       return;
     }
     // The accumulators of a leaf that is to be folded or written lie in this thread's memory, four by four: registers
-    // hold O, Q and the scores already, and rolled loops can write what lies there. Nothing, and a leaf of which a row
-    // sees nothing, count as -0, which changes no sum by a bit (a * 1 + -0 * 0 is a): a choice for each number would be
-    // a branch. Values that are read or not have to be set before: ptxas keeps their registers for the whole loop else.
+    // hold O, Q and the scores already, and rolled loops can write what lies there. Values that are read or not have to
+    // be set before: ptxas keeps their registers for the whole loop else.
     const bool first = leaf == 0;
     float4 before = make_float4(neg_inf(), neg_inf(), 0.0f, 0.0f);
     if (!first) before = sums(meta_.total);
     const Sums sum = {{now.x, now.y}, {now.z, now.w}};
     Sums total = {{before.x, before.y}, {before.z, before.w}};
     Fold f[2];
-    bool empty[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       f[half] = fold_head<Variant::use_softmax>(total.m[half], total.l[half], sum.m[half], sum.l[half]);
       total.m[half] = f[half].m;
       total.l[half] = f[half].l;
-      empty[half] = sum.m[half] == neg_inf();
     }
     sums(meta_.total) = make_float4(total.m[0], total.m[1], total.l[0], total.l[1]);
 #pragma unroll
@@ -362,8 +362,7 @@ class Wide {
       float x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        x[i] = empty[i / 2] ? -0.0f : o[4 * j + i];
-        x[i] = __fadd_rn(__fmul_rn(a[i], f[i / 2].scale_a), __fmul_rn(x[i], f[i / 2].scale_b));
+        x[i] = __fadd_rn(__fmul_rn(a[i], f[i / 2].scale_a), __fmul_rn(o[4 * j + i], f[i / 2].scale_b));
       }
       folded(j) = make_float4(x[0], x[1], x[2], x[3]);
     }
@@ -383,47 +382,47 @@ class Wide {
     return reinterpret_cast<float4*>(smem_)[j * 128 * L::kGroups + threadIdx.x - 128];
   }
 
-  // Place of a row's state, of leaf `leaf` of those that are not folded; -1: there is no such row.
-  __device__ __forceinline__ long long state_at(const WidePass& pass, int leaf, int r) const {
-    const int query = (pass.first + r) / Config::group;
-    if (query >= pass.queries) return -1;
-    return (static_cast<long long>(pass.slot) + leaf * pass.queries + query) * p_.num_qo_heads + rows().qo_head[r % kWideRows];
+  // Place of a row's state, of leaf `leaf` of those that are not folded; negative: there is no such row.
+  __device__ __forceinline__ static long long place(int state, const WidePass& pass, int leaf) {
+    return state < 0 ? -1 : state + static_cast<long long>(leaf) * pass.leaf_states;
   }
 
-  // The state of a leaf that is not folded: its warp's rows go to memory while the next leaf is multiplied. Empty ones
-  // are -0, as where they are folded.
+  // The state of a leaf that is not folded. Its warp's rows go through shared memory, so that all lanes write one row
+  // at a time; bulk copies, whose addresses are uniform, would be asked for lane by lane, 80 clk each.
   __device__ __forceinline__ void store_leaf(const WidePass& pass, int leaf, const float (&o)[kO],
                                              const float4& now) const {
     char* rows = smem_ + warp_ * 16 * L::kPitch;
-    ptx::bulk_wait_read();
-    __syncwarp();
+    __syncwarp();  // the leaf before has been read
+    float2* const to = reinterpret_cast<float2*>(rows + lane_ / 4 * L::kPitch) + lane_ % 4;
+#pragma unroll
+    for (int j = 0; j < kO / 4; ++j) {
+      to[4 * j] = make_float2(o[4 * j], o[4 * j + 1]);
+      to[4 * j + L::kPitch] = make_float2(o[4 * j + 2], o[4 * j + 3]);  // eight rows on
+    }
+    const int* const states = meta_.state + warp_ * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float m = half ? now.y : now.x;
-      const long long at = state_at(pass, leaf, row_of(half));
+      const long long at = place(states[half * 8 + lane_ / 4], pass, leaf);
       if (lane_ % 4 == 0 && at >= 0)
-        reinterpret_cast<float2*>(meta_.plan.partial_ml)[at] = make_float2(m, half ? now.w : now.z);
-      const bool empty = m == neg_inf();
-      float2* to = reinterpret_cast<float2*>(rows + (half * 8 + lane_ / 4) * L::kPitch) + lane_ % 4;
-#pragma unroll
-      for (int j = 0; j < kO / 4; ++j)
-        to[4 * j] = make_float2(empty ? -0.0f : o[4 * j + 2 * half], empty ? -0.0f : o[4 * j + 2 * half + 1]);
+        reinterpret_cast<float2*>(meta_.plan.partial_ml)[at] =
+            make_float2(half ? now.y : now.x, half ? now.w : now.z);
     }
-    ptx::fence_proxy_async();
     __syncwarp();
-    if (lane_ < 16) {
-      const long long at = state_at(pass, leaf, warp_ * 16 + lane_);
-      if (at >= 0)
-        ptx::bulk_store(meta_.plan.partial_acc + at * L::kDim, ptx::smem_addr(rows + lane_ * L::kPitch), L::kDim * 4);
+    float* const acc = meta_.plan.partial_acc + leaf * static_cast<long long>(pass.leaf_states) * L::kDim;
+    constexpr int kLanes = L::kDim / 4, kAtOnce = 32 / kLanes;  // of a row, 16 bytes each
+#pragma unroll 4
+    for (int i = 0; i < 16; i += kAtOnce) {
+      const int r = i + lane_ / kLanes, state = states[r];
+      const float4 x = reinterpret_cast<const float4*>(rows + r * L::kPitch)[lane_ % kLanes];
+      if (state >= 0) reinterpret_cast<float4*>(acc + static_cast<long long>(state) * L::kDim)[lane_ % kLanes] = x;
     }
-    ptx::bulk_commit();
   }
 
   __device__ __forceinline__ void store_state(const WidePass& pass, const Sums& sum) const {
     float* to[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const long long at = state_at(pass, 0, row_of(half));
+      const long long at = place(meta_.state[row_of(half)], pass, 0);
       to[half] = nullptr;
       if (at < 0) continue;
       if (lane_ % 4 == 0) reinterpret_cast<float2*>(meta_.plan.partial_ml)[at] = make_float2(sum.m[half], sum.l[half]);

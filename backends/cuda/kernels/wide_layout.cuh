@@ -61,7 +61,7 @@ using WideRows = RowTable<kWideRows, Variant>;
 
 struct WidePass {
   int head, first, part, rows;  // of the item; row at which the pass starts; rows from there on
-  int slot, queries, fold, pad;
+  int slot, leaf_states, fold, pad;  // leaf_states: of a leaf, from one leaf's states to the next one's
 };
 
 template <class L, class Variant>
@@ -75,6 +75,7 @@ struct WideMeta {
   int4 span[L::kTiles][L::kLoaders];  // least and largest position of the live keys, flags, offset of the tile
   WidePass pass;
   WideRows<Variant> rows[L::kRows / kWideRows];
+  int state[L::kRows];  // place of each row's state, of the first leaf; -1: there is no such row
   float4 leaf[128 * L::kGroups], total[128 * L::kGroups];  // maxima and sums of the last leaf, of those folded before
   int pos[L::kTiles][L::kTile];
   int slot[L::kHooks ? L::kTiles : 1][L::kHooks ? L::kTile : 1];

@@ -390,6 +390,10 @@ class WideLoader {
     copy(0, q_vectors_, reinterpret_cast<unsigned long long>(q), __ballot_sync(0xffffffffu, real), 0);
     fill_rows<Config, Variant>(p_, meta_.plan, params_, item, part(), head, first + warp_ * kWideRows, meta_.rows[warp_],
                                [&](int) { return found; });
+    if (lane_ < kWideRows) {
+      const int at = (item.slot + query - item.q_begin) * p_.num_qo_heads + head * Config::group + r % Config::group;
+      meta_.state[warp_ * kWideRows + lane_] = real ? at : -1;
+    }
     if (lane_ == 0 && warp_ == 0) {
       WidePass& pass = meta_.pass;
       pass.head = head;
@@ -397,7 +401,7 @@ class WideLoader {
       pass.part = item.part;
       pass.rows = count;
       pass.slot = item.slot;
-      pass.queries = item.q_end - item.q_begin;
+      pass.leaf_states = (item.q_end - item.q_begin) * p_.num_qo_heads;
       pass.fold = item.fold;
     }
     given_ &= ~(kFirstRows | kFirstRequest);
