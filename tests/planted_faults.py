@@ -321,18 +321,25 @@ CUDA_MUTANTS = (
         test=EMULATED_HOPPER + " -k 'bitwise and poison'",
     ),
     Mutant(
-        name="nobody waits for the last states (wide)",
+        name="a state is read before all lanes have written it (wide)",
         file=KERNELS + "wide.cuh",
-        old="    ptx::bulk_wait();\n",
-        new="",
-        test=EMULATED_WIDE + " -k cuts",
+        old="    __syncwarp();\n    float* const acc =",
+        new="    float* const acc =",
+        test=EMULATED_WIDE + " -k 'cuts or shared_prefix'",
     ),
     Mutant(
-        name="a state is overwritten on its way to memory (wide)",
+        name="states of leaves lie on each other (wide)",
         file=KERNELS + "wide.cuh",
-        old="    ptx::bulk_wait_read();\n    __syncwarp();\n#pragma unroll\n",
-        new="    __syncwarp();\n#pragma unroll\n",
+        old="partial_acc + leaf * static_cast<long long>(pass.leaf_states) * L::kDim",
+        new="partial_acc",
         test=EMULATED_WIDE + " -k 'cuts or shared_prefix'",
+    ),
+    Mutant(
+        name="rows of a line are one (wide)",
+        file=KERNELS + "wide_loader.cuh",
+        old="line.qo_row + query - item.q_begin",
+        new="line.qo_row",
+        test=EMULATED_WIDE + " -k drafts",
     ),
 )
 MUTANTS = (*PYTHON, *NATIVE_MUTANTS, *CUDA_MUTANTS)
