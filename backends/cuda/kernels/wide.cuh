@@ -118,7 +118,7 @@ class Wide {
   // Of a tile, beside what the loaders say: it waits for its product with V; that is added to what O holds.
   static constexpr int kWaits = 32, kAdds = 64;
   // Stages go in pairs, the K and the V of a tile.
-  static constexpr int kKeys = 0, kValues = 1, kPairs = L::kStages / 2;
+  static constexpr unsigned kKeys = 0, kValues = 1, kPairs = L::kStages / 2;
   static_assert(!(kPairs & (kPairs - 1)), "a power of two");
   __device__ __forceinline__ void next_tile() {
     ++tile_;
@@ -126,12 +126,12 @@ class Wide {
   }
 
   // A stage's bytes are there; those that did not come as boxes have to be fenced for the tensor cores.
-  __device__ __forceinline__ void wait_full(int tile, int which) const {
+  __device__ __forceinline__ void wait_full(unsigned tile, int which) const {
     ptx::mbar_wait(ptx::smem_addr(&meta_.full[tile % kPairs * 2 + which]), tile / kPairs & 1);
   }
 
   // This warp has read the stage.
-  __device__ __forceinline__ void release(int tile, int which) const {
+  __device__ __forceinline__ void release(unsigned tile, int which) const {
     __syncwarp();
     if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.empty[tile % kPairs * 2 + which]));
   }
@@ -228,17 +228,40 @@ class Wide {
         }
     }
     if (all) return;
-    const unsigned seen = seen_bits(rows, meta_.span[table_][0].w);
+    unsigned long long seen;
+    if (!in_range(rows, seen)) seen = seen_bits(rows, meta_.span[table_][0].w);
 #pragma unroll
     for (int i = 0; i < kS; ++i) {
-      if (!(seen >> i & 1)) s[i] = Variant::use_softmax ? neg_inf() : 0.0f;
+      if (!(seen >> (i / 4 * 8 + i % 4) & 1)) s[i] = Variant::use_softmax ? neg_inf() : 0.0f;
     }
   }
 
-  // Which of this lane's scores are seen, one bit each.
-  __device__ __forceinline__ unsigned seen_bits(const Rows& rows, int tile) const {
+  // As seen_bits, where positions run on and every row sees an interval of them.
+  __device__ __forceinline__ bool in_range(const Rows& rows, unsigned long long& seen) const {
+    if constexpr (!Variant::mask_is_interval) return false;
+    const int4(&span)[L::kLoaders] = meta_.span[table_];
+    if (!(span[0].z & span[1].z & span[2].z & span[3].z & kWideRuns) || (Variant::reads_index_mask && rows.any_mask))
+      return false;
+    const auto upper = [&](int i) { return static_cast<unsigned>(span[i].z) & 0xffff0000u; };
+    const unsigned long long there = static_cast<unsigned long long>(upper(3) | upper(2) >> 16) << 32 | upper(1) | upper(0) >> 16;
+    const int tile = span[0].w, first = span[1].w;
+    const auto below = [](int n) { return n < L::kTile ? (1ull << n) - 1 : ~0ull; };
+    seen = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row_of(half) % kWideRows;
+      const int from = min(max(rows.low[r], first), first + L::kTile) - first;
+      const int end = min(max(rows.high[r], first - 1), first + L::kTile - 1) - (first - 1);
+      const unsigned long long bits = below(min(end, max(rows.limit[r] - tile, 0))) & ~below(from) & there;
+      seen |= (bits >> lane_ % 4 * 2 & 0x0303030303030303ull) << 2 * half;
+    }
+    return true;
+  }
+
+  // Which of this lane's scores are seen, one bit each: four to a byte.
+  __device__ __forceinline__ unsigned long long seen_bits(const Rows& rows, int tile) const {
     const unsigned char* mask = Variant::reads_index_mask ? meta_.plan.parts[meta_.pass.part].mask : nullptr;
-    unsigned bits = 0;
+    unsigned long long bits = 0;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const int r = row_of(half) % kWideRows;
@@ -255,7 +278,7 @@ class Wide {
           const int i = 4 * j + 2 * half + e, key = key_of(i);
           const bool yes = sees<Variant>(params_, rows, mask, r, row, c, meta_.pos[table_][key], tile + key,
                                          [&] { return meta_.slot[table_][key]; });
-          bits |= (yes ? 1u : 0u) << i;
+          bits |= (yes ? 1ull : 0ull) << (i / 4 * 8 + i % 4);
         }
     }
     return bits;

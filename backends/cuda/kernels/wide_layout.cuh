@@ -50,8 +50,10 @@ struct WideLayout {
 // Boxes of 16 tokens: the maps of a run that has this kernel are of such ones (backends/cuda/kernel.py), or are none.
 constexpr int kWideBoxLog2 = 4;
 
-// What WideMeta::span says of a loading warp's 16 keys, and of the tile.
-constexpr int kWideLive = 1, kWideEndsLeaf = 2, kWideEndsPass = 4, kWideOver = 8, kWideCopied = 16;
+// What WideMeta::span says of a loading warp's 16 keys, and of the tile. kWideRuns: the list's positions run on, and the
+// upper half has a bit for each key that is there.
+constexpr int kWideLive = 1, kWideEndsLeaf = 2, kWideEndsPass = 4, kWideOver = 8, kWideCopied = 16, kWideRuns = 32,
+              kWideAll = static_cast<int>(0xffff0000u) | kWideRuns | kWideLive;
 
 // The query rows of a pass that one warp multiplies, as fill_rows lays them out; the loading warp of the same number
 // does.
@@ -72,7 +74,9 @@ struct WideMeta {
   FirstItem first[L::kLoaders];  // the item at hand in each loading warp; at first, all that its worker's line says
   KvList list[L::kLoaders];      // and its keys under the head at hand
   int live_end[L::kLoaders];                               // those of the item that any of its rows has
-  int4 span[L::kTiles][L::kLoaders];  // least and largest position of the live keys, flags, offset of the tile
+  // Least and largest position of the live keys, flags, offset of the tile (of the second: position of its first key,
+  // where positions run on).
+  int4 span[L::kTiles][L::kLoaders];
   WidePass pass;
   WideRows<Variant> rows[L::kRows / kWideRows];
   int state[L::kRows];  // place of each row's state, of the first leaf; -1: there is no such row

@@ -170,7 +170,8 @@ class WideLoader {
         if (slot >= 0) at += slot_offset(mine, static_cast<unsigned>(slot), head) * kBytes<Config::kv_type>;
         from = reinterpret_cast<unsigned long long>(at);
       }
-      int flags = (there == 0xffffffffu ? kWideLive : 0) | (dense ? 0 : kWideCopied);
+      int flags = dense ? kWideAll : (there == 0xffffffffu ? kWideLive : 0) | kWideCopied;
+      if (!dense && !list().block_pos) flags |= static_cast<int>(there << 16) | kWideRuns;
       if ((tile += L::kTile) >= stop) {
         flags |= kWideEndsLeaf;
         if (++leaf >= item.leaf_end) {
@@ -211,7 +212,7 @@ class WideLoader {
       const int page_k = __shfl_sync(0xffffffffu, run_page_k_, run);
       const int page_v = __shfl_sync(0xffffffffu, run_page_v_, run);
       ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
-      tabulate(tile, kWideLive, true, pos, slot);
+      tabulate(tile, kWideAll, true, pos, slot);
       __syncwarp();
       box(maps_.k, maps_.page_k, slot, page_k, head);
       ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
@@ -321,7 +322,8 @@ class WideLoader {
       meta_.pos[table_][warp_ * kKeys + lane_] = pos;
       if constexpr (L::kHooks) meta_.slot[table_][warp_ * kKeys + lane_] = max(slot, 0);
     }
-    if (lane_ == 0) meta_.span[table_][warp_] = make_int4(low, high, flags, tile);
+    if (lane_ == 0)
+      meta_.span[table_][warp_] = make_int4(low, high, flags, warp_ == 1 ? list().pos + tile - list().offset : tile);
   }
 
   // This warp's rows of a stage from slot `begin` on.
