@@ -335,6 +335,13 @@ CUDA_MUTANTS = (
         test=EMULATED_WIDE + " -k 'cuts or shared_prefix'",
     ),
     Mutant(
+        name="an interval ends one key late (wide)",
+        file=KERNELS + "wide.cuh",
+        old="first + L::kTile - 1) - (first - 1);",
+        new="first + L::kTile - 1) - (first - 2);",
+        test=EMULATED_WIDE + " -k drafts",
+    ),
+    Mutant(
         name="rows of a line are one (wide)",
         file=KERNELS + "wide_loader.cuh",
         old="line.qo_row + query - item.q_begin",
