@@ -175,15 +175,19 @@ class Team:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
     """What workers of one multiprocessor share: costs are those of a worker while all others read as well, and whoever has
-    neighbours without work is faster. A plan takes as long as the busiest worker at its best rate, or as memory takes for all:
-    the mean worker's time and some of what the busiest multiprocessor has more.
+    neighbours without work is faster, the more so as their loading warps load for it. A plan takes as long as the slowest worker
+    at the rate that its neighbours leave it, or as memory takes for all: the mean worker's time and some of what the busiest
+    multiprocessor has more.
 
     Attributes
     ----------
     workers : int
         Of a multiprocessor: workers w, w + m, w + 2 * m, ... of m multiprocessors.
     alone : float
-        Times its share that a worker reads at most.
+        Times its share that a worker reads at most, whoever loads for it.
+    warp : float
+        Times a worker's share that one loading warp brings. As many load for a worker as there are in its multiprocessor for each
+        worker that has work, but no more than two while every multiprocessor has work.
     scattered : float
         The same from lists of blocks that are no multiples of ``run`` tokens.
     run : int
@@ -197,6 +201,7 @@ class Sharing:
 
     workers: int
     alone: float
+    warp: float
     scattered: float
     run: int
     busy: float

@@ -7,6 +7,7 @@ that share a multiprocessor (``scheduler/base.py``, Sharing; fitted to measured 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,10 @@ __all__ = ["BESIDE", "Candidate", "Crew", "least", "score", "time_of", "total", 
 BESIDE = 2.0
 
 #: Where workers share multiprocessors, fewer of them may be as fast: runs this many times as long, which need fewer merges.
-LONGER_RUNS = (2, 4)
+LONGER_RUNS = (2, 3, 4)
+
+#: Warps that load for a worker at most while every multiprocessor has work.
+WARPS = 2
 
 #: A team's items cost much to start: runs this many times as long may be one for each worker where Algorithm 1's, rounded up to
 #: leaves, are a few more.
@@ -105,7 +109,7 @@ def least(problem: Problem, crew: Crew, candidate: Candidate) -> float:
     """What a candidate scores at least, however its items are assigned."""
     if crew.sharing is None:
         return candidate.longest + _cost_of_cuts(problem, crew, candidate)
-    alone = candidate.longest / _alone(problem, crew)
+    alone = candidate.longest / _rate(problem, crew.sharing, 1, True)
     return max(candidate.mean, alone) + _cost_of_cuts(problem, crew, candidate)
 
 
@@ -119,20 +123,25 @@ def _cost_of_cuts(problem: Problem, crew: Crew, candidate: Candidate) -> float:
     return (merge if candidate.cuts else 0.0) + (again if len(candidate.items) > crew.workers else 0.0)
 
 
-def _alone(problem: Problem, crew: Crew) -> float:
-    sharing = crew.sharing
-    assert sharing is not None
-    return sharing.scattered if scattered(problem.parts, sharing.run) else sharing.alone
+def _rate(problem: Problem, sharing: Sharing, busy: int, spare: bool) -> float:
+    """Times its share that a worker reads where so many of its multiprocessor have work; ``spare``: some multiprocessor has none."""
+    one = sharing.scattered if scattered(problem.parts, sharing.run) else sharing.warp
+    warps = sharing.workers // busy
+    return min(sharing.alone, one * (warps if spare else min(warps, WARPS)))
 
 
 def time_of(problem: Problem, crew: Crew, mean: float, loads: list[float]) -> float:
     """The busiest worker's; where workers share multiprocessors, as Sharing says."""
-    makespan, sharing = max(loads, default=0.0), crew.sharing
+    sharing = crew.sharing
     if sharing is None:
-        return makespan
+        return max(loads, default=0.0)
     count = -(-len(loads) // sharing.workers)
-    busiest = max((total(loads[m::count]) for m in range(count)), default=0.0)
-    return max(mean + sharing.busy * (busiest / sharing.workers - mean), makespan / _alone(problem, crew))
+    of = [loads[m::count] for m in range(count)]  # each multiprocessor's
+    busy = [sum(load > 0.0 for load in own) for own in of]
+    rates = [_rate(problem, sharing, n, 0 in busy) if n else math.inf for n in busy]
+    slowest = max((max(own) / rate for own, rate in zip(of, rates, strict=True)), default=0.0)
+    busiest = max(map(total, of), default=0.0)
+    return max(mean + sharing.busy * (busiest / sharing.workers - mean), slowest)
 
 
 def total(values: Iterable[float]) -> float:

@@ -111,7 +111,8 @@ def _traits_struct(traits: Traits) -> Any:
     own, sharing = struct.crews[0], traits.sharing
     own.unit = 1.0
     if sharing is not None:
-        own.share, own.alone, own.scattered = sharing.workers, sharing.alone, sharing.scattered
+        own.share, own.alone = sharing.workers, sharing.alone
+        own.warp, own.scattered = sharing.warp, sharing.scattered
         own.busy, own.again, own.merge, own.fold = sharing.busy, sharing.again, sharing.merge, sharing.fold
     for team, out in zip(traits.teams, struct.crews[1 : len(crews)], strict=True):
         out.section, out.first_class, out.rows = team.section, team.first_class, team.rows

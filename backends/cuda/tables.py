@@ -203,10 +203,10 @@ def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
 #: costs (performance.md).
 FLOPS, BYTES, LAUNCH = 600e12, 4.4e12, 5e-6
 
-#: The decode kernel's workers (performance.md, E11, E14): times its share that one reads which has a multiprocessor to itself, at
-#: 512 bytes a key, and from blocks that are no runs of 16 tokens; how much uneven multiprocessors count; seconds of second
-#: items, of a merge, and of each state of the row that has most.
-ALONE, SCATTERED, BUSY = 3.0, 3.0, 0.5
+#: The decode kernel's workers (performance.md, E11, E16): times its share that one reads at most, at 512 bytes a key, that one
+#: loading warp brings, and that it brings from blocks that are no runs of 16 tokens; how much uneven multiprocessors count;
+#: seconds of second items, of a merge, and of each state of the row that has most.
+ALONE, WARP, SCATTERED, BUSY = 3.1, 2.25, 1.3, 0.75
 AGAIN, MERGE, FOLD = 3e-6, 1.8e-6, 0.09e-6
 
 #: Query-head rows of a tile of the wide kernel, and its CTAs per multiprocessor.
@@ -261,6 +261,7 @@ def _sharing(spec: AttentionSpec, key_bytes: int, unit: float) -> Sharing:
     return Sharing(
         workers=decode_groups(spec),
         alone=max(1.0, ALONE * key_bytes / 512),
+        warp=max(1.0, WARP * key_bytes / 512),
         scattered=max(1.0, SCATTERED * key_bytes / 512),
         run=16,
         busy=BUSY,

@@ -13,6 +13,7 @@
 #include "tile.h"
 
 constexpr double kGoodBalance = 1.05;
+constexpr int32_t kWarps = 2;  // that load for a worker at most while every multiprocessor has work
 
 // Keys of a run at most, of so many heads.
 inline int64_t longest_run(double limit, int32_t heads) {
@@ -58,14 +59,21 @@ class Costs {
     const int32_t share = crew.traits->share, workers = crew.workers;
     if (!share) return makespan;
     const int32_t together = (workers + share - 1) / share;
-    // Of one item each, longest first, the first multiprocessor has most.
-    const int32_t some = assigned.one_each() && !crew.traits->section ? 1 : together;
-    load_of.assign(size_t(some), 0.0);
+    // Of one item each, longest first, the first multiprocessor has most, and the longest.
+    const bool first_alone = assigned.one_each() && !crew.traits->section;
+    const int32_t some = first_alone ? 1 : together;
+    loads.assign(size_t(some), {});
     for (int32_t first = 0; first < workers; first += together)
       for (int32_t m = 0; m < some && first + m < workers; ++m)
-        load_of[size_t(m)] += assigned.load(c.costs.get(), c.count, first + m);
-    const double busiest = *std::max_element(load_of.begin(), load_of.end());
-    return std::max(c.mean + crew.traits->busy * (busiest / share - c.mean), makespan / alone(crew));
+        loads[size_t(m)].add(assigned.load(c.costs.get(), c.count, first + m));
+    const bool spare = first_alone ? int64_t(c.count) < together
+                                   : std::any_of(loads.begin(), loads.end(), [](const Load& own) { return own.busy == 0; });
+    double busiest = 0.0, slowest = 0.0;
+    for (const Load& own : loads) {
+      busiest = std::max(busiest, own.sum);
+      if (own.busy) slowest = std::max(slowest, own.longest / rate(crew, own.busy, spare));
+    }
+    return std::max(c.mean + crew.traits->busy * (busiest / share - c.mean), slowest);
   }
 
   // Of merges, and of second items.
@@ -80,14 +88,31 @@ class Costs {
   // What a candidate scores at least, however its items are assigned.
   double least(const Crew& crew, const Candidate& c) const {
     if (!crew.traits->share) return c.longest + of_cuts(crew, c);
-    return std::max(c.mean, c.longest / alone(crew)) + of_cuts(crew, c);
+    return std::max(c.mean, c.longest / rate(crew, 1, true)) + of_cuts(crew, c);
   }
 
  private:
-  double alone(const Crew& crew) const { return pr->scattered ? crew.traits->scattered : crew.traits->alone; }
+  // What the workers of a multiprocessor have.
+  struct Load {
+    double sum, longest;
+    int32_t busy;  // workers with work
+    void add(double load) {
+      sum += load;
+      longest = std::max(longest, load);
+      busy += load > 0.0;
+    }
+  };
+
+  // Times its share that a worker reads where so many of its multiprocessor have work; `spare`: some multiprocessor has
+  // none.
+  double rate(const Crew& crew, int32_t busy, bool spare) const {
+    const attnrt_crew& t = *crew.traits;
+    const int32_t warps = t.share / busy;
+    return std::min(t.alone, (pr->scattered ? t.scattered : t.warp) * (spare ? warps : std::min(warps, kWarps)));
+  }
 
   const attnrt_problem* pr = nullptr;
-  std::vector<double> load_of;  // of multiprocessors
+  std::vector<Load> loads;  // each multiprocessor's
 };
 
 // What is known of a crew's tiles before any is cut: bounds of all candidates.

@@ -31,7 +31,7 @@ constexpr int kWorkFields = 14;
 // Work of a worker that shares its multiprocessor, times that of a team beside it (scheduler/costs.py).
 constexpr double kBeside = 2.0;
 // Where workers share multiprocessors; of teams, whose items cost much to start.
-constexpr std::array<double, 2> kLongerRuns = {2.0, 4.0};
+constexpr std::array<double, 3> kLongerRuns = {2.0, 3.0, 4.0};
 constexpr std::array<double, 2> kLongerItems = {1.125, 1.25};
 
 class Planner {
@@ -353,9 +353,11 @@ void Planner::best_candidate(Crew& crew) {
   const bool share = crew.traits->share, team = &crew != &*crews.begin() && !crew.traits->section;
   if (!(share || team) || !crew.best->cuts) return;
   count = first_count;
-  for (const double longer : share ? kLongerRuns : kLongerItems) {
+  const double* const longer = share ? kLongerRuns.data() : kLongerItems.data();
+  const size_t tries = share ? kLongerRuns.size() : kLongerItems.size();
+  for (size_t i = 0; i < tries; ++i) {
     Candidate& c = *crew.next;
-    weigh(crew, c, width, limit * longer);
+    weigh(crew, c, width, limit * longer[i]);
     if (c.count >= count) continue;
     count = c.count;
     if (costs.least(crew, c) >= costs.score(crew, *crew.best)) continue;

@@ -51,7 +51,7 @@ typedef struct {
 typedef struct {
   double alpha, beta, beta_rows, fixed;
   double unit, overlap, beside;
-  double alone, scattered, busy, again, merge, fold;
+  double alone, warp, scattered, busy, again, merge, fold;
   int64_t section;  // keys times KV heads of a section, 0: none
   int32_t num_workers;
   int32_t share;              // workers of a multiprocessor, 0: they share nothing
