@@ -275,7 +275,7 @@ class Run:
 
     def _rounds(self, trials: list[Trial]) -> None:
         """Times of all in turns, forwards and backwards by turns, so that none always follows the same one."""
-        turns = [(trial, form) for form in ("eager", "graph") for trial in trials]
+        turns = [(trial, form) for trial in trials for form in ("eager", "graph")]
         for _ in range(self.clock.rounds):
             for trial, form in turns:
                 if trial in trials:

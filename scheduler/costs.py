@@ -26,7 +26,7 @@ __all__ = ["BESIDE", "Candidate", "Crew", "least", "score", "time_of", "total", 
 BESIDE = 2.0
 
 #: Where workers share multiprocessors, fewer of them may be as fast: runs this many times as long, which need fewer merges.
-LONGER_RUNS = (2, 3, 4)
+LONGER_RUNS = (1.25, 2, 3, 4)
 
 #: Warps that load for a worker at most while every multiprocessor has work.
 WARPS = 2

@@ -210,11 +210,9 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
     count = first
     for longer in crew.longer if best.cuts else ():
         candidate = _candidate(problem, crew, width, limit * longer, room)
-        if len(candidate.items) >= count:
+        if len(candidate.items) >= count or least(problem, crew, candidate) >= score(problem, crew, best):
             continue
         count = len(candidate.items)
-        if least(problem, crew, candidate) >= score(problem, crew, best):
-            continue
         _assign(problem, crew, candidate)
         best = candidate if score(problem, crew, candidate) < score(problem, crew, best) else best
     return best

@@ -31,7 +31,7 @@ constexpr int kWorkFields = 14;
 // Work of a worker that shares its multiprocessor, times that of a team beside it (scheduler/costs.py).
 constexpr double kBeside = 2.0;
 // Where workers share multiprocessors; of teams, whose items cost much to start.
-constexpr std::array<double, 3> kLongerRuns = {2.0, 3.0, 4.0};
+constexpr std::array<double, 4> kLongerRuns = {1.25, 2.0, 3.0, 4.0};
 constexpr std::array<double, 2> kLongerItems = {1.125, 1.25};
 
 class Planner {
@@ -358,9 +358,8 @@ void Planner::best_candidate(Crew& crew) {
   for (size_t i = 0; i < tries; ++i) {
     Candidate& c = *crew.next;
     weigh(crew, c, width, limit * longer[i]);
-    if (c.count >= count) continue;
+    if (c.count >= count || costs.least(crew, c) >= costs.score(crew, *crew.best)) continue;
     count = c.count;
-    if (costs.least(crew, c) >= costs.score(crew, *crew.best)) continue;
     list_items(crew, c);
     assign_lpt(crew, c);
     keep_if_better(crew, c);
