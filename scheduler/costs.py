@@ -124,7 +124,7 @@ def _cost_of_cuts(problem: Problem, crew: Crew, candidate: Candidate) -> float:
 
 
 def _rate(problem: Problem, sharing: Sharing, busy: int, spare: bool) -> float:
-    """Times its share that a worker reads where so many of its multiprocessor have work; ``spare``: some multiprocessor has none."""
+    """Times its share that a worker reads beside so many that have work; ``spare``: some multiprocessor has none."""
     one = sharing.scattered if scattered(problem.parts, sharing.run) else sharing.warp
     warps = sharing.workers // busy
     return min(sharing.alone, one * (warps if spare else min(warps, WARPS)))

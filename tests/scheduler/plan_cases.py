@@ -159,7 +159,9 @@ SHARINGS = (
     None,
     Sharing(workers=2, alone=1.5, warp=1.5, scattered=1.0, run=4, busy=1.0),
     Sharing(workers=3, alone=2.7, warp=1.3, scattered=1.1, run=16, busy=0.3, again=3.7, merge=1.0, fold=0.3),
-    Sharing(workers=4, alone=3.5, warp=2.0, scattered=1.25, run=16, busy=0.5, again=48.0, merge=9.7, fold=2.9),
+    Sharing(
+        workers=4, alone=3.5, warp=2.0, scattered=1.25, run=16, busy=0.5, again=48.0, merge=9.7, fold=2.9
+    ),
 )
 
 

@@ -320,8 +320,9 @@ def test_second_items_of_a_team_have_a_price(again, items):
     ],
 )
 def test_workers_that_share_a_multiprocessor(sharing, items):
-    """Fewer and longer items where a worker with idle neighbours is as fast as several: where it reads enough by itself, and where
-    what one loading warp brings (of runs or of scattered blocks) holds it back; none where merges cost more than they bring."""
+    """Fewer and longer items where a worker with idle neighbours is as fast as several: where it reads enough by itself, and
+    where what one loading warp brings (of runs or of scattered blocks) holds it back; none where merges
+    cost more than they bring."""
     fixed = {"workers": 4, "alone": 2.0, "warp": 2.0, "scattered": 2.0, "run": 4, "busy": 0.5, "merge": 1.0}
     sharing = None if sharing is None else plan_cases.Sharing(**{**fixed, **sharing})
     spec, index = plan_cases.spec(2, 2), plan_cases.paged([1] * 3, [128] * 3)
