@@ -203,7 +203,7 @@ def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
 #: costs (performance.md).
 FLOPS, BYTES, LAUNCH = 600e12, 4.4e12, 5e-6
 
-#: The decode kernel's workers (performance.md, E11, E16): times its share that one reads at most, at 512 bytes a key, that one
+#: The decode kernel's workers (performance.md, E11, E17): times its share that one reads at most, at 512 bytes a key, that one
 #: loading warp brings, and that it brings from blocks that are no runs of 16 tokens; how much uneven multiprocessors count;
 #: seconds of second items, of a merge, and of each state of the row that has most.
 ALONE, WARP, SCATTERED, BUSY = 3.3, 2.1, 1.25, 1.0
