@@ -109,6 +109,13 @@ PYTHON = (
         test="cases/test_kernel.py -k 'c03 and reference'",
     ),
     Mutant(
+        name="workers swap items of different sections",
+        file="scheduler/level.py",
+        old="sections[given] == sections[got] and ",
+        new="",
+        test="scheduler/test_level.py -k are_levelled",
+    ),
+    Mutant(
         name="a prefix is cut inside a leaf",
         file="scheduler/plan.py",
         old="        parts, limits = aligned.parts, aligned.limits\n",
@@ -228,6 +235,13 @@ EMULATED_INDEXES, EMULATED_WIDE = (
 )
 #: Seen by tests over the emulated kernels, which need no GPU.
 CUDA_MUTANTS = (
+    Mutant(
+        name="half of a first pass's keys stays behind",
+        file=KERNELS + "hopper_passes.cuh",
+        old="    if (lane_ < kItemsBegin - 32) keys[lane_ + 32 - kKeys] = line[1];\n",
+        new="",
+        test=EMULATED_HOPPER + " -k first_passes",
+    ),
     Mutant(
         name="page offsets in 32 bits (CUDA)",
         file=KERNELS + "loader.cuh",
