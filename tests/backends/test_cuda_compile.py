@@ -102,9 +102,10 @@ def test_registers_and_spills(name, arch):
 HOPPER_SPECS = {
     "bf16 128": ({}, (32, 28, 32, 32)),
     "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (32, 28, 32, 28)),
-    "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (48, 28, 60, 36)),
-    "256": ({"head_dim": 256}, (176, 140, 240, 208)),
-    "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (40, 12, 40, 28)),
+    "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (48, 28, 60, 40)),
+    # Beside O of 128 registers there is little room for the next leaf's first scores; nothing in the straight loop.
+    "256": ({"head_dim": 256}, (288, 224, 352, 272)),
+    "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (68, 12, 40, 28)),
     "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (48, 28, 64, 44)),
     "window, softcap": (
         {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0))},

@@ -2,11 +2,12 @@
 // The consumers of the Hopper prefill family: warpgroups of 64 rows that multiply what a loader brings
 // (hopper_loader.cuh).
 //
-// Per tile of kTile keys a warpgroup issues S' = Q K^T of the next tile to the tensor cores, then O += P V of the
-// current one, and computes the weights of S' while the second runs; P never leaves registers. The stream of tiles does
-// not stop at the end of a row block: the first product of the next one is under way while the last is finished and
-// written. Warpgroups take turns at issuing (named barriers), so that one's exponentials run under the other's
-// products. Row r of a pass is query r / group, head r % group.
+// A leaf of a row block: the scores of its first tile alone; then, per tile of kTile keys, S' = Q K^T of the next one
+// goes to the tensor cores, O += P V of this one behind it, and the weights of S' are computed while the second runs; at
+// last the product of the last tile. P never leaves registers. Behind that last product go the first scores of what
+// comes next, and under these the leaf's O is finished and written. In the loop over tiles warpgroups take turns at
+// issuing (named barriers), so that one's exponentials run under the other's products; at the ends of leaves nobody
+// waits for a turn. Row r of a pass is query r / group, head r % group.
 //
 // Numerics. Keys ascend from the leaf's start in tiles at multiples of kTile; a row's maximum, its shrink factor and
 // its sum belong to that row's own thread quad: lane t of the quad adds its keys 8n + 2t, 8n + 2t + 1 pair by pair in
@@ -25,7 +26,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperResults<Config, Variant>;
   using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
-  using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
+  using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale, Base::rescale_always, Base::kSmallO,
       Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
   using typename Base::Closing;
@@ -36,176 +37,222 @@ class HopperConsumer : public HopperResults<Config, Variant> {
  public:
   using Base::Base;
 
-  // One iteration per tile: the scores of the next tile, whatever row block it belongs to, then the last product of
-  // this one. A row block is written after the first weights of its successor: there is no stop between blocks. What
-  // needs no scores (masks as bits, the next block's rows, the end of a leaf) runs under the product that makes them.
-  // The first iteration closes a block that does not exist (tile and pass -1): it multiplies by weights of 0 whatever
-  // lies in V's buffer, and nobody looks. So there is one copy of the code of a tile that is not whole.
   __device__ __forceinline__ void run() {
-    tile_ = -1;
-    pass_ = -1;
     if (group_ == L::kGroups - 1) turn_end();  // warpgroup 0 goes first
-    if (!open_pass(0)) return;
-    float s[kS], o[kO], m[2] = {neg_inf(), neg_inf()}, l[2] = {0.0f, 0.0f}, top[2] = {0.0f, 0.0f}, shrink[2];
-    alignas(16) float total[Config::folds ? kO + 4 : 4];  // only items of several leaves touch it
-    unsigned w[kS / 2];
-    Row rows[2];
-    View view;
-    int leaf = 0, offset = 0, stop = 0;
-    bool add = false;
-#pragma unroll
-    for (int i = 0; i < kS / 2; ++i) w[i] = 0;
+    tile_ = 0;
+    pass_ = 0;
 #pragma unroll 1
-    for (;;) {
-      offset += L::kTile;
-      run_plain(s, w, o, m, l, top, shrink, rows, leaf, offset, stop, add);
-      // The next tile: of this leaf, of the next leaf of this pass, or of the next pass.
-      const int pass = pass_;
-      bool ends = false, more = true;
-      const bool closes = offset >= stop;
-      if (closes) {
-        const WorkItem& item = record().item;
-        ends = pass < 0 || leaf + 1 >= item.leaf_end - item.leaf_begin;
-        if (ends) {
-          ++pass_;
-          more = open_pass(pass_);
-          offset = record().begin;
-          stop = record().stop;
-        } else {
-          leaf_range<L::kTile>(p_, item, item.leaf_begin + leaf + 1, offset, stop);
-        }
-      }
-      ATTNRT_TRACE(group_, tile_, 0);
-      if (more) wait_k(tile_ + 1);
-      ATTNRT_TRACE(group_, tile_, 1);
-      turn_begin();
-      ATTNRT_TRACE(group_, tile_, 2);
-      // O is one value from here on, whichever way it came: copies between the products would serialise them (C7514).
-      ptx::wgmma_pin(o);
-      // At the very end this multiplies what is left in the buffers and nobody looks: a branch here would make ptxas
-      // serialise (C7515).
-      multiply_scores(s, pass_ & (L::kBuffersQ - 1), tile_ + 1);
-      if (tile_ >= 0) wait_v(tile_);
-      multiply_values(o, w, tile_ & 1, add);
-      turn_end();
-      ATTNRT_TRACE(group_, tile_, 3);
-      Closing closing;
-      if (closes) {
-        closing.fate = Fate::nothing;
-        closing.folds = false;
-        if (pass >= 0) close_leaf(closing, pass, leaf, ends, m, l);
-        m[0] = m[1] = neg_inf();
-        l[0] = l[1] = 0.0f;
-        if (!Config::folds && ends && pass >= 0) release(meta_.table_empty[L::table(pass)]);
-        if (ends && more) load_rows(rows);
-      }
-      if (more) look(view, rows, tile_ + 1, offset);  // tables of a pass that does not exist lead anywhere
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_pin(s);
-      ATTNRT_TRACE(group_, tile_, 4);
-      if (more) {
-        if (offset + L::kTile >= stop) release_queries(ends ? 0 : closes ? leaf + 1 : leaf);
-        logits(s, rows, tile_ + 1, offset, view);
-        release(meta_.k_empty[(tile_ + 1) % L::kStages]);
-        raise(s, m, top, shrink);
-      }
-      // By now the product with V is done or nearly so: its weights make room for the next ones as these come.
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_pin(o);
-      ATTNRT_TRACE(group_, tile_, 5);
-      if (tile_ >= 0) release(meta_.v_empty[tile_ & 1]);
-      weights(s, w, l, top, shrink);
-      ATTNRT_TRACE(group_, tile_, 6);
-      add = !closes;
-      ++tile_;
-      if (!closes) {
-        rescale(o, shrink);
+    while (open_pass(pass_)) {
+      Leaf x;
+      load_rows(x.rows);
+      if (idle_) {
+        pass_by();
         continue;
       }
-      results(closing, pass, leaf, ends, o, total);
-      if (Config::folds && ends && pass >= 0) release(meta_.table_empty[L::table(pass)]);
-      leaf = ends ? 0 : leaf + 1;
-      if (!more) break;
+      run_on(x);
     }
   }
 
  private:
-  // The same iteration for tiles of this leaf that all rows see whole, from `offset` on: most of a long row, without a
-  // branch but its own, and with everything that depends on the buffer's number a step ahead. Where there is a mask,
-  // tiles of which it speaks, too, if positions run on. (Two such loops would keep descriptors out of uniform
-  // registers: 30 moves before each product.)
-  __device__ __forceinline__ void run_plain(float (&s)[kS], unsigned (&w)[kS / 2], float (&o)[kO], float (&m)[2],
-                                            float (&l)[2], float (&top)[2], float (&shrink)[2], const Row (&rows)[2],
-                                            int leaf, int& offset, int stop, bool& add) {
-    static_assert(L::kStages == 2, "buffers alternate");
-    constexpr bool kMasked = Variant::reads_index_mask;
-    if (idle_) return pass_by(leaf, offset, stop);
-    if (offset >= stop) return;
-    if (kMasked ? !runs_ || negate_ : offset < whole_begin_ || offset + L::kTile > whole_end_) return;
-    const int end = kMasked ? stop : min(stop, whole_end_ - L::kTile + 1);
-    bool whole = true;
-    unsigned own[2];
-    typename Base::Spoken spoken;
-    if constexpr (kMasked) find_spoken(spoken, rows);
-    unsigned next = (tile_ + 1) % 2;
-    unsigned k = base_ + L::kOffsetK + next * L::kBytesK, v = base_ + L::kOffsetV + (1 - next) * L::kBytesV;
-    const unsigned long long q =
-        ptx::desc_sw128(base_ + (pass_ & (L::kBuffersQ - 1)) * L::kBytesQ + group_ * 64 * 128, 0, 1024);
-    ptx::wgmma_pin(o);
+  // A warpgroup's share of a leaf.
+  struct Leaf {
+    float s[kS], o[kO], m[2], l[2], top[2], shrink[2];  // scores of the last tile that was multiplied with Q
+    unsigned w[kS / 2];                                 // weights of the tile before it, or of that one
+    Row rows[2];
+    int leaf, offset, stop;  // of the item; of the tile whose weights are next; one past the last key
+    bool ends, add;          // the pass's last leaf; O holds something
+  };
+
+  // Passes from pass_ on, until the list ends or one is there in which the warpgroup has no rows.
+  __device__ __forceinline__ void run_on(Leaf& x) {
+    alignas(16) float total[Config::folds ? kO + 4 : 4];  // only items of several leaves touch it
+    x.leaf = 0;
+    x.offset = record().begin;
+    x.stop = record().stop;
+    wait_k(tile_);
+    multiply_scores(x.s, pass_ & (L::kBuffersQ - 1), tile_);
+    bool more = true;
 #pragma unroll 1
-    for (; offset < end; offset += L::kTile) {  // tile_ + 1 begins at `offset`
+    do {
+      run_tiles(x);
+      ATTNRT_TRACE(group_, tile_, 0);
+      wait_v(tile_);
+      multiply_values(x.o, x.w, tile_ & 1, x.add);
+      ATTNRT_TRACE(group_, tile_, 1);
+      const int pass = pass_, leaf = x.leaf;
+      const bool ends = x.ends;
+      if (ends) {
+        more = open_pass(++pass_);
+        x.leaf = 0;
+        x.offset = record().begin;
+        x.stop = record().stop;
+      } else {
+        leaf_range<L::kTile>(p_, record().item, record().item.leaf_begin + ++x.leaf, x.offset, x.stop);
+      }
+      // If nothing is left, this multiplies what lies in the buffers and nobody looks: a branch here would make ptxas
+      // serialise (C7515).
+      if (more) wait_k(tile_ + 1);
+      ATTNRT_TRACE(group_, tile_, 2);
+      multiply_scores(x.s, pass_ & (L::kBuffersQ - 1), tile_ + 1);
+      ATTNRT_TRACE(group_, tile_, 3);
+      Closing closing;
+      closing.fate = Fate::nothing;
+      closing.folds = false;
+      close_leaf(closing, pass, leaf, ends, x.m, x.l);
+      if (!Config::folds && ends) release(meta_.table_empty[L::table(pass)]);
+      if (ends && more) {
+        load_rows(x.rows);
+        more = !idle_;
+      }
+      ATTNRT_TRACE(group_, tile_, 4);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_pin(x.o);
+      ATTNRT_TRACE(group_, tile_, 5);
+      release(meta_.v_empty[tile_ & 1]);
+      results(closing, pass, leaf, ends, x.o, total);
+      ATTNRT_TRACE(group_, tile_, 6);
+      ++tile_;
+      if (Config::folds && ends) release(meta_.table_empty[L::table(pass)]);
+    } while (more);
+    ptx::wgmma_wait<0>();
+  }
+
+  // All of a leaf but its last product; the first scores are under way.
+  __device__ __forceinline__ void run_tiles(Leaf& x) {
+    View view;
+    x.ends = x.leaf + 1 >= record().item.leaf_end - record().item.leaf_begin;
+    x.add = false;
+    x.m[0] = x.m[1] = neg_inf();
+    x.l[0] = x.l[1] = 0.0f;
+    ptx::fresh(x.o);
+    look(view, x.rows, tile_, x.offset);
+    ptx::wgmma_wait<0>();
+    take_scores(x, view, tile_);
+    weights(x.s, x.w, x.l, x.top, x.shrink);
+    x.offset += L::kTile;
+#pragma unroll 1
+    while (x.offset < x.stop) {
+      run_plain(x);
+      if (x.offset >= x.stop) break;
       ATTNRT_TRACE(group_, tile_, 0);
       wait_k(tile_ + 1);
       ATTNRT_TRACE(group_, tile_, 1);
       turn_begin();
       ATTNRT_TRACE(group_, tile_, 2);
-      multiply_scores(s, q, ptx::desc_sw128(k, 0, 1024));
+      multiply_scores(x.s, pass_ & (L::kBuffersQ - 1), tile_ + 1);
       wait_v(tile_);
-      multiply_values(o, w, ptx::desc_sw128(v, L::kSlabKv, 1024), add);
+      multiply_values(x.o, x.w, tile_ & 1, x.add);
+      turn_end();
+      ATTNRT_TRACE(group_, tile_, 3);
+      look(view, x.rows, tile_ + 1, x.offset);
+      ptx::wgmma_wait<1>();
+      ATTNRT_TRACE(group_, tile_, 4);
+      take_scores(x, view, tile_ + 1);
+      // By now the product with V is done or nearly so: its weights make room for the next ones as these come.
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_pin(x.o);
+      ATTNRT_TRACE(group_, tile_, 5);
+      release(meta_.v_empty[tile_ & 1]);
+      next_weights(x);
+      x.offset += L::kTile;
+    }
+  }
+
+  // The scores of tile t, at x.offset, are there: what rows see of them, and the new maxima.
+  __device__ __forceinline__ void take_scores(Leaf& x, const View& view, int t) {
+    ptx::wgmma_pin(x.s);
+    if (x.ends && x.offset + L::kTile >= x.stop) release_queries();
+    logits(x.s, x.rows, t, x.offset, view);
+    release(meta_.k_empty[t % L::kStages]);
+    raise(x.s, x.m, x.top, x.shrink);
+  }
+
+  // Weights of the tile after this one, and O by their measure.
+  __device__ __forceinline__ void next_weights(Leaf& x) {
+    if constexpr (kSmallO) rescale_always(x.o, x.shrink);
+    weights(x.s, x.w, x.l, x.top, x.shrink);
+    ATTNRT_TRACE(group_, tile_, 6);
+    if constexpr (!kSmallO) rescale(x.o, x.shrink);
+    x.add = true;
+    ++tile_;
+  }
+
+  // The same iteration for tiles of this leaf that all rows see whole, from x.offset on: most of a long row, without a
+  // branch but its own, and with everything that depends on the buffer's number a step ahead. Where there is a mask,
+  // tiles of which it speaks, too, if positions run on. (Two such loops would keep descriptors out of uniform
+  // registers: 30 moves before each product.)
+  __device__ __forceinline__ void run_plain(Leaf& x) {
+    static_assert(L::kStages == 2, "buffers alternate");
+    constexpr bool kMasked = Variant::reads_index_mask;
+    if (kMasked ? !runs_ || negate_ : x.offset < whole_begin_ || x.offset + L::kTile > whole_end_) return;
+    const int end = kMasked ? x.stop : min(x.stop, whole_end_ - L::kTile + 1);
+    bool whole = true;
+    unsigned own[2];
+    typename Base::Spoken spoken;
+    if constexpr (kMasked) find_spoken(spoken, x.rows);
+    unsigned next = (tile_ + 1) % 2;
+    unsigned k = base_ + L::kOffsetK + next * L::kBytesK, v = base_ + L::kOffsetV + (1 - next) * L::kBytesV;
+    const unsigned long long q =
+        ptx::desc_sw128(base_ + (pass_ & (L::kBuffersQ - 1)) * L::kBytesQ + group_ * 64 * 128, 0, 1024);
+    ptx::wgmma_pin(x.o);
+#pragma unroll 1
+    for (; x.offset < end; x.offset += L::kTile) {  // tile_ + 1 begins at x.offset
+      ATTNRT_TRACE(group_, tile_, 0);
+      wait_k(tile_ + 1);
+      ATTNRT_TRACE(group_, tile_, 1);
+      turn_begin();
+      ATTNRT_TRACE(group_, tile_, 2);
+      multiply_scores(x.s, q, ptx::desc_sw128(k, 0, 1024));
+      wait_v(tile_);
+      multiply_values(x.o, x.w, ptx::desc_sw128(v, L::kSlabKv, 1024), x.add);
       turn_end();
       ATTNRT_TRACE(group_, tile_, 3);
       k = 2 * (base_ + L::kOffsetK) + L::kBytesK - k;
       v = 2 * (base_ + L::kOffsetV) + L::kBytesV - v;
       if constexpr (kMasked) {
-        whole = offset >= whole_begin_ && offset + L::kTile <= whole_end_;
-        if (!whole) look_at_spoken(own, spoken, rows, offset);
+        whole = x.offset >= whole_begin_ && x.offset + L::kTile <= whole_end_;
+        if (!whole) look_at_spoken(own, spoken, x.rows, x.offset);
       }
       ptx::wgmma_wait<1>();
-      ptx::wgmma_pin(s);
+      ptx::wgmma_pin(x.s);
       ATTNRT_TRACE(group_, tile_, 4);
-      this->template hooks<true>(s, rows, tile_ + 1, offset);
-      if (kMasked && !whole) mask_own(s, own);
+      this->template hooks<true>(x.s, x.rows, tile_ + 1, x.offset);
+      if (kMasked && !whole) mask_own(x.s, own);
       release(meta_.k_empty[next]);
-      raise(s, m, top, shrink);
+      raise(x.s, x.m, x.top, x.shrink);
       ptx::wgmma_wait<0>();
-      ptx::wgmma_pin(o);
+      ptx::wgmma_pin(x.o);
       ATTNRT_TRACE(group_, tile_, 5);
       next ^= 1;
       release(meta_.v_empty[next]);
-      weights(s, w, l, top, shrink);
-      ATTNRT_TRACE(group_, tile_, 6);
-      rescale(o, shrink);
-      add = true;
-      ++tile_;
+      next_weights(x);
     }
-    if (offset >= stop) release_queries(leaf);
+    if (x.ends && x.offset >= x.stop) release_queries();
   }
 
-  // The tiles of this leaf for a warpgroup without rows: it hands buffers back and takes its turns. What O holds then,
-  // nobody asks.
-  __device__ __forceinline__ void pass_by(int leaf, int& offset, int stop) {
-    if (offset >= stop) return;
+  // A pass for a warpgroup without rows: it hands buffers back and takes its turns.
+  __device__ __forceinline__ void pass_by() {
+    release_queries();  // at once: a stage that rewrites brings the next pass's before this one's last V
+    const WorkItem& item = record().item;
 #pragma unroll 1
-    for (; offset < stop; offset += L::kTile) {
-      wait_k(tile_ + 1);
-      turn_begin();
-      turn_end();
-      release(meta_.k_empty[(tile_ + 1) % L::kStages]);
-      wait_v(tile_);
-      release(meta_.v_empty[tile_ % L::kStages]);
-      ++tile_;
+    for (int leaf = item.leaf_begin; leaf < item.leaf_end; ++leaf) {
+      int begin, stop;
+      leaf_range<L::kTile>(p_, item, leaf, begin, stop);
+#pragma unroll 1
+      for (int offset = begin; offset < stop; offset += L::kTile) {
+        wait_k(tile_);
+        if (offset > begin) {
+          turn_begin();
+          turn_end();
+        }
+        release(meta_.k_empty[tile_ % L::kStages]);
+        wait_v(tile_);
+        release(meta_.v_empty[tile_ % L::kStages]);
+        ++tile_;
+      }
     }
-    release_queries(leaf);
+    release(meta_.table_empty[L::table(pass_)]);
+    ++pass_;
   }
 
   __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
@@ -281,10 +328,8 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     return true;
   }
 
-  // The last scores of a leaf are there: if it is the pass's last, Q's buffer is free.
-  __device__ __forceinline__ void release_queries(int leaf) const {
-    const WorkItem& item = record().item;
-    if (leaf + 1 < item.leaf_end - item.leaf_begin) return;
+  // The last scores of a pass are there.
+  __device__ __forceinline__ void release_queries() const {
     release(L::kBuffersQ == 1 ? meta_.half_empty[group_] : meta_.q_empty[pass_ & 1]);
   }
 };

@@ -19,6 +19,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   using typename Base::View;
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
   static constexpr int kO = L::kDimVo / 2;
+  static constexpr bool kSmallO = kO <= 32;
 
   // Hooks on the scores of tile t, whose first key has that offset. kRuns: positions run on and all keys are there.
   // Where hooks have quick forms, one look at their arguments says whether these hold for all of a warp's scores.
@@ -138,6 +139,13 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
     if constexpr (!Variant::use_softmax) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) l[half] = __fmaf_rn(l[half], shrink[half], sum[half]);
+  }
+
+  // Without asking whether it changes anything: where O is small, ptxas puts it among the exponentials.
+  __device__ __forceinline__ void rescale_always(float (&o)[kO], const float (&shrink)[2]) const {
+    if constexpr (!Variant::use_softmax) return;
+#pragma unroll
+    for (int i = 0; i < kO; ++i) o[i] *= shrink[i / 2 % 2];
   }
 
   __device__ __forceinline__ void rescale(float (&o)[kO], const float (&shrink)[2]) const {
