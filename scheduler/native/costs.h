@@ -66,8 +66,9 @@ class Costs {
     for (int32_t first = 0; first < workers; first += together)
       for (int32_t m = 0; m < some && first + m < workers; ++m)
         loads[size_t(m)].add(assigned.load(c.costs.get(), c.count, first + m));
-    const bool spare = first_alone ? int64_t(c.count) < together
-                                   : std::any_of(loads.begin(), loads.end(), [](const Load& own) { return own.busy == 0; });
+    const bool spare = first_alone
+                           ? int64_t(c.count) < together
+                           : std::any_of(loads.begin(), loads.end(), [](const Load& own) { return own.busy == 0; });
     double busiest = 0.0, slowest = 0.0;
     for (const Load& own : loads) {
       busiest = std::max(busiest, own.sum);

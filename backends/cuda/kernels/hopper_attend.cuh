@@ -3,8 +3,8 @@
 // (hopper_loader.cuh).
 //
 // A leaf of a row block: the scores of its first tile alone; then, per tile of kTile keys, S' = Q K^T of the next one
-// goes to the tensor cores, O += P V of this one behind it, and the weights of S' are computed while the second runs; at
-// last the product of the last tile. P never leaves registers. Behind that last product go the first scores of what
+// goes to the tensor cores, O += P V of this one behind it, and the weights of S' are computed while the second runs;
+// at last the product of the last tile. P never leaves registers. Behind that last product go the first scores of what
 // comes next, and under these the leaf's O is finished and written. In the loop over tiles warpgroups take turns at
 // issuing (named barriers), so that one's exponentials run under the other's products; at the ends of leaves nobody
 // waits for a turn. Row r of a pass is query r / group, head r % group.
@@ -26,8 +26,9 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperResults<Config, Variant>;
   using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
-  using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale, Base::rescale_always, Base::kSmallO,
-      Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
+  using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
+      Base::rescale_always, Base::kSmallO, Base::results, Base::tile_, Base::weights, Base::whole_begin_,
+      Base::whole_end_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
   using typename Base::Closing;
   using typename Base::Fate;

@@ -174,7 +174,7 @@ struct FirstItem {
 // rows one after the other; kFirstRequest: and are one request's, whose positions are so, too.
 constexpr int kFirstList = 1, kFirstIds = 2, kFirstRow = 4, kFirstMerge = 8, kFirstItem = 16, kFirstRows = 32,
               kFirstRequest = 64;
-constexpr int kFirstFlags = 24;       // place of the flags among its numbers
+constexpr int kFirstFlags = 24;      // place of the flags among its numbers
 constexpr unsigned kFirstAt = 2560;  // bytes from the header's start
 static_assert(sizeof(FirstItem) == 128 && sizeof(PlanHeader) <= kFirstAt && kFirstAt % 128 == 0, "lines of their own");
 

@@ -243,7 +243,8 @@ class Wide {
     if (!(span[0].z & span[1].z & span[2].z & span[3].z & kWideRuns) || (Variant::reads_index_mask && rows.any_mask))
       return false;
     const auto upper = [&](int i) { return static_cast<unsigned>(span[i].z) & 0xffff0000u; };
-    const unsigned long long there = static_cast<unsigned long long>(upper(3) | upper(2) >> 16) << 32 | upper(1) | upper(0) >> 16;
+    const unsigned long long there =
+        static_cast<unsigned long long>(upper(3) | upper(2) >> 16) << 32 | upper(1) | upper(0) >> 16;
     const int tile = span[0].w, first = span[1].w;
     const auto below = [](int n) { return n < L::kTile ? (1ull << n) - 1 : ~0ull; };
     seen = 0;
@@ -348,8 +349,8 @@ class Wide {
     m[0] = m[1] = neg_inf();
   }
 
-  // The leaf is folded, stored, or, at the end of its pass, its rows are written. Nothing, and a leaf of which a row sees
-  // nothing, count as -0, which changes no sum by a bit (a * 1 + -0 * 0 is a).
+  // The leaf is folded, stored, or, at the end of its pass, its rows are written. Nothing, and a leaf of which a row
+  // sees nothing, count as -0, which changes no sum by a bit (a * 1 + -0 * 0 is a).
   __device__ __forceinline__ void close(float (&o)[kO], int leaf, bool ends) const {
     const WidePass& pass = meta_.pass;
     const float4 now = sums(meta_.leaf);
@@ -427,8 +428,7 @@ class Wide {
     for (int half = 0; half < 2; ++half) {
       const long long at = place(states[half * 8 + lane_ / 4], pass, leaf);
       if (lane_ % 4 == 0 && at >= 0)
-        reinterpret_cast<float2*>(meta_.plan.partial_ml)[at] =
-            make_float2(half ? now.y : now.x, half ? now.w : now.z);
+        reinterpret_cast<float2*>(meta_.plan.partial_ml)[at] = make_float2(half ? now.y : now.x, half ? now.w : now.z);
     }
     __syncwarp();
     float* const acc = meta_.plan.partial_acc + leaf * static_cast<long long>(pass.leaf_states) * L::kDim;
@@ -490,8 +490,8 @@ class Wide {
   int table_;      // its tables
 };
 
-// What comes before all that waits: barriers, by one lane of every warp, since initialisations of several lanes come one
-// after the other.
+// What comes before all that waits: barriers, by one lane of every warp, since initialisations of several lanes come
+// one after the other.
 template <class Config, class Variant>
 __device__ __forceinline__ void wide_prepare(const KvMaps& maps, char* smem) {
   using L = WideLayout<Config, Variant>;
@@ -531,8 +531,7 @@ __device__ __forceinline__ void wide_attend(const RunParams& p, const ParamRef* 
   }
   const unsigned at = kFirstAt + (p.lines - gridDim.x + blockIdx.x) * sizeof(FirstItem);
   int word = 0;
-  if (at + sizeof(FirstItem) <= p.behind + sizeof(PlanHeader))
-    word = header[at / 4 + threadIdx.x % 32];
+  if (at + sizeof(FirstItem) <= p.behind + sizeof(PlanHeader)) word = header[at / 4 + threadIdx.x % 32];
   if (!p.plan->wide_items) return;
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {

@@ -50,8 +50,8 @@ struct WideLayout {
 // Boxes of 16 tokens: the maps of a run that has this kernel are of such ones (backends/cuda/kernel.py), or are none.
 constexpr int kWideBoxLog2 = 4;
 
-// What WideMeta::span says of a loading warp's 16 keys, and of the tile. kWideRuns: the list's positions run on, and the
-// upper half has a bit for each key that is there.
+// What WideMeta::span says of a loading warp's 16 keys, and of the tile. kWideRuns: the list's positions run on, and
+// the upper half has a bit for each key that is there.
 constexpr int kWideLive = 1, kWideEndsLeaf = 2, kWideEndsPass = 4, kWideOver = 8, kWideCopied = 16, kWideRuns = 32,
               kWideAll = static_cast<int>(0xffff0000u) | kWideRuns | kWideLive;
 
@@ -62,7 +62,7 @@ template <class Variant>
 using WideRows = RowTable<kWideRows, Variant>;
 
 struct WidePass {
-  int head, first, part, rows;  // of the item; row at which the pass starts; rows from there on
+  int head, first, part, rows;       // of the item; row at which the pass starts; rows from there on
   int slot, leaf_states, fold, pad;  // leaf_states: of a leaf, from one leaf's states to the next one's
 };
 
@@ -73,7 +73,7 @@ struct WideMeta {
   PlanHeader plan;
   FirstItem first[L::kLoaders];  // the item at hand in each loading warp; at first, all that its worker's line says
   KvList list[L::kLoaders];      // and its keys under the head at hand
-  int live_end[L::kLoaders];                               // those of the item that any of its rows has
+  int live_end[L::kLoaders];     // those of the item that any of its rows has
   // Least and largest position of the live keys, flags, offset of the tile (of the second: position of its first key,
   // where positions run on).
   int4 span[L::kTiles][L::kLoaders];

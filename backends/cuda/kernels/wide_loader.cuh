@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loading warps of the wide kernel. All four walk the worker's items (heads, passes over the rows, leaves, tiles)
 // and fill every stage together, 16 keys each; with the first tile of a pass each lays out 16 of its rows and their Q.
-// What the first item's copies need lies in a line of the worker's (FirstItem). Where lists are of blocks of 16 tokens or a multiple, lanes find the slots of 32 runs of 16 keys at
-// once, and an elected lane asks for a run as boxes of a tensor map (TMA). Tiles in which a key is missing, and other
-// lists: lane l finds the address of key l % 16 of its warp's keys, in K (l < 16) or in V, and all lanes copy 16 bytes
-// at a time.
+// What the first item's copies need lies in a line of the worker's (FirstItem). Where lists are of blocks of 16 tokens
+// or a multiple, lanes find the slots of 32 runs of 16 keys at once, and an elected lane asks for a run as boxes of a
+// tensor map (TMA). Tiles in which a key is missing, and other lists: lane l finds the address of key l % 16 of its
+// warp's keys, in K (l < 16) or in V, and all lanes copy 16 bytes at a time.
 //
 // Copies arrive on a stage's barrier when they land; the computing warps then order their products after them
 // (fence.proxy.async).
@@ -387,11 +387,10 @@ class WideLoader {
     }
     ptx::mbar_wait(ptx::smem_addr(&meta_.spare), spare_phase_);
     const char* q = p_.q;  // any address will do where nothing is read
-    if (real)
-      q += (found.qo_row * p_.q_stride_row + (head * Config::group + r % Config::group) * p_.q_stride_head) * 2;
+    if (real) q += (found.qo_row * p_.q_stride_row + (head * Config::group + r % Config::group) * p_.q_stride_head) * 2;
     copy(0, q_vectors_, reinterpret_cast<unsigned long long>(q), __ballot_sync(0xffffffffu, real), 0);
-    fill_rows<Config, Variant>(p_, meta_.plan, params_, item, part(), head, first + warp_ * kWideRows, meta_.rows[warp_],
-                               [&](int) { return found; });
+    fill_rows<Config, Variant>(p_, meta_.plan, params_, item, part(), head, first + warp_ * kWideRows,
+                               meta_.rows[warp_], [&](int) { return found; });
     if (lane_ < kWideRows) {
       const int at = (item.slot + query - item.q_begin) * p_.num_qo_heads + head * Config::group + r % Config::group;
       meta_.state[warp_ * kWideRows + lane_] = real ? at : -1;

@@ -34,7 +34,8 @@ int attnrt_cuda_first_items(const int32_t* items, const int32_t* worker_indptr, 
                             int num_merges, const int32_t* rulers, int kv_tile, const attnrt_first_part_t* parts,
                             int32_t* first);
 
-// What the first passes of the Hopper kernel's workers follow from: arrays of the plan, from the team's first worker on.
+// What the first passes of the Hopper kernel's workers follow from: arrays of the plan, from the team's first worker
+// on.
 typedef struct {
   const int32_t* items;
   const int32_t* worker_indptr;
