@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import gc
 import platform
+import signal
 import subprocess
 import time
 import warnings
@@ -225,22 +226,29 @@ class Run:
             if self.over():
                 self.left_out.append(shape.name)
                 continue
-            with self.timed("data and references"):
-                case = Case(shape, self.device)
-                case.samples  # noqa: B018  (computed here so that it is counted here)
-            waiting = [provider for provider in providers if provider.name not in gone]
-            while waiting:
-                trials = self._prepared(case, waiting, gone)
-                with self.timed("rounds"):
-                    self._rounds(trials)
-                while trials:
-                    self._finish(trials.pop(0))
-                if waiting:
-                    self._free()
-            del case
-            self._free()
+            try:
+                self._case(shape, providers, gone)
+            except KeyboardInterrupt:  # or the end of a time limit: what there is becomes a table
+                self.seconds = 0.0
+                self.left_out.append(shape.name)
         if self.left_out:
             print(f"out of time, not measured: {', '.join(self.left_out)}", flush=True)
+
+    def _case(self, shape: Shape, providers: Sequence[Provider], gone: set[str]) -> None:
+        with self.timed("data and references"):
+            case = Case(shape, self.device)
+            case.samples  # noqa: B018  (computed here so that it is counted here)
+        waiting = [provider for provider in providers if provider.name not in gone]
+        while waiting:
+            trials = self._prepared(case, waiting, gone)
+            with self.timed("rounds"):
+                self._rounds(trials)
+            while trials:
+                self._finish(trials.pop(0))
+            if waiting:
+                self._free()
+        del case
+        self._free()
 
     def _free(self) -> None:
         gc.collect()
@@ -352,6 +360,7 @@ def begin(args: argparse.Namespace, shapes: Sequence[Shape], kv_layout: str = "N
     """A run for the table that ``args`` are of, after our kernels for the shapes have been compiled."""
     from specs import warm
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     shapes = [shape for shape in shapes if chosen(OURS, args.provider)]
     if args.compile_only:
         warm(shapes, kv_layout)

@@ -339,6 +339,18 @@ def test_who_finds_no_memory_beside_others_waits_for_it() -> None:
     assert len(run.faults) == 1 and "too large" in run.faults[0]
 
 
+def test_an_interrupted_run_keeps_its_rows() -> None:
+    def interrupt(case: Case) -> torch.Tensor:
+        if case.name == "y":
+            raise KeyboardInterrupt
+        return right(case)
+
+    run = harness.Run(Lying(), device="cpu")
+    shape = Shape(name="x", kv=(30,), qo=(30,), page=0, **SMALL)
+    run.add([shape, *(dataclasses.replace(shape, name=name) for name in "yz")], [Peer("a", interrupt)])
+    assert [row.case for row in run.rows] == ["x"] and run.left_out == ["y", "z"] and not run.faults
+
+
 def test_impossible_times_are_refused() -> None:
     shape = Shape(name="x", kv=(30,), qo=(30,), page=0, **SMALL)
     run = harness.Run(Lying(us=1e-6), device="cpu")
