@@ -7,6 +7,7 @@ The rendered source asserts every size, so a change on one side alone does not c
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -177,17 +178,14 @@ def _ruler(klass: NumericClass) -> bytes:
     return _RULER.pack(*(count for count, _ in steps), *(size for _, size in steps), klass.ruler.tail)
 
 
-_FIRST_ARRAYS = (
-    "request",
-    "qo_pos",
-    "qo_index",
-    "indptr",
-    "indices",
-    "kv_pos",
-    "kv_offset",
-    "kv_begin",
-    "kv_end",
-)
+#: Arrays of a part that first items follow from, as the shim reads them.
+_FIRST_ARRAYS = {
+    name: "int64_t[]" if name == "kv_base" else "int32_t[]"
+    for name in (
+        *("request", "qo_pos", "qo_index", "indptr", "indices"),
+        *("kv_pos", "kv_offset", "kv_begin", "kv_end", "kv_base"),
+    )
+}
 
 
 def reads_positions(plan: Plan) -> bool:
@@ -204,14 +202,11 @@ def _first_parts(parts: tuple[BlockSparse, ...], positions: bool) -> tuple[Any, 
     ffi, _ = driver.shim()
     packed, held = ffi.new("attnrt_first_part_t[]", max(1, len(parts))), []
     for to, part in zip(packed, parts, strict=False):
-        for name in _FIRST_ARRAYS:
+        for name, kind in _FIRST_ARRAYS.items():
             array = getattr(part, name)
             if array is not None and not (name == "indices" and part.features.bound_indices):
-                held.append(ffi.from_buffer("int32_t[]", array))
+                held.append(ffi.from_buffer(kind, array))
                 setattr(to, name, held[-1])
-        if part.kv_base is not None:
-            held.append(ffi.from_buffer("int64_t[]", part.kv_base))
-            to.kv_base = held[-1]
         to.block, to.heads = part.block_size[1], part.heads
         to.listed, to.positions = part.kv_base is None, positions and part.block_pos is not None
     return packed, held
@@ -237,70 +232,82 @@ def first_writer(loaded: Loaded) -> tuple[int, ...]:
     return address, FIRST_AT, _AT_FIRSTS, _AT_RULERS, plan.traits.classes[0].kv_tile, reads_positions(plan)
 
 
-def fill_first(plan: Plan, target: np.ndarray) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstArrays:
+    """What the shim reads of a plan, and the memory from the header on where it writes; ``held`` keeps it alive."""
+
+    lib: Any
+    memory: Any
+    items: Any
+    worker_indptr: Any
+    merge_rows: Any
+    rulers: Any
+    parts: Any
+    first: Any
+    held: list[Any]
+
+    @classmethod
+    def of(cls, plan: Plan, target: np.ndarray) -> FirstArrays | None:
+        """None: there is no room behind the header."""
+        if len(target) <= FIRST_AT:
+            return None
+        ffi, lib = driver.shim()
+        memory = ffi.from_buffer("char[]", target, require_writable=True)
+        rulers, first = (ffi.cast("int32_t *", memory + at) for at in (_AT_RULERS, FIRST_AT))
+        parts, held = _first_parts(plan.parts, reads_positions(plan))
+        return cls(
+            lib=lib,
+            memory=memory,
+            items=ffi.from_buffer("int32_t[]", plan.work.items),
+            worker_indptr=ffi.from_buffer("int32_t[]", plan.work.worker_indptr),
+            merge_rows=ffi.from_buffer("int32_t[]", plan.merge.rows),
+            rulers=rulers,
+            parts=parts,
+            first=first,
+            held=held,
+        )
+
+
+def fill_first(plan: Plan, target: np.ndarray, arrays: FirstArrays | None) -> tuple[int, int]:
     """Write the first items of workers of no team and of the wide kernel's behind a header whose rulers are there; how many of
     each (0: there is no room)."""
-    traits, work = plan.traits, plan.work
-    if not has_first(plan, len(target)):
+    if arrays is None or not has_first(plan, len(target)):
         return 0, 0
-    ffi, lib = driver.shim()
-    memory = ffi.from_buffer("char[]", target, require_writable=True)
-    parts, held = _first_parts(plan.parts, reads_positions(plan))
-    items, indptr, rows = (
-        ffi.from_buffer("int32_t[]", x) for x in (work.items, work.worker_indptr, plan.merge.rows)
-    )
-    rulers = ffi.cast("int32_t *", memory + _AT_RULERS)
-    to = ffi.cast("int32_t *", memory + FIRST_AT)
-
-    def fill(first: int, end: int, line: int) -> int:
-        count = lib.attnrt_cuda_first_items(
-            *(
-                items,
-                indptr + first,
-                end - first,
-                rows,
-                len(plan.merge),
-                rulers,
-                traits.classes[0].kv_tile,
-                parts,
-            ),
-            to + line * (FIRST_ITEM_BYTES // 4),
+    own, kv_tile = plan.traits.num_workers, plan.traits.classes[0].kv_tile
+    counts = []
+    for (begin, end), line in (((0, own), 0), (plan.traits.workers_of(WIDE), own)):
+        workers = arrays.items, arrays.worker_indptr + begin, end - begin
+        merges = arrays.merge_rows, len(plan.merge)
+        to = arrays.first + line * (FIRST_ITEM_BYTES // 4)
+        counts.append(
+            arrays.lib.attnrt_cuda_first_items(*workers, *merges, arrays.rulers, kv_tile, arrays.parts, to)
         )
-        return int(count)
-
-    counts = fill(0, traits.num_workers, 0), fill(*traits.workers_of(WIDE), traits.num_workers)
-    del held
-    return counts
+    return int(counts[0]), int(counts[1])
 
 
-def fill_first_passes(plan: Plan, target: np.ndarray, solid: bool) -> int:
+def fill_first_passes(plan: Plan, target: np.ndarray, arrays: FirstArrays | None, solid: bool) -> int:
     """Write the FirstPass of each of the Hopper kernel's workers behind a header whose rulers and parts are there; how many (0:
     there is no room, other workers' first items lie in their place, or a bound length may be shorter than the plan's)."""
     first, end = plan.traits.workers_of(HOPPER)
     nbytes = FIRST_PASS_BYTES * (end - first)
     room = nbytes <= min(len(target) - FIRST_AT, FIRST_ITEM_BYTES * plan.traits.num_workers)
-    if not room or has_items(plan, None) or plan.index.requests.bound_kv_lens is not None:
+    if arrays is None or not room or has_items(plan, None) or plan.index.requests.bound_kv_lens is not None:
         return 0
-    ffi, lib = driver.shim()
-    memory = ffi.from_buffer("char[]", target, require_writable=True)
-    parts, held = _first_parts(plan.parts, reads_positions(plan))
-    items, indptr = (ffi.from_buffer("int32_t[]", x) for x in (plan.work.items, plan.work.worker_indptr))
+    ffi, _ = driver.shim()
     team = ffi.new(
         "attnrt_first_team_t *",
         {
-            "items": items,
-            "worker_indptr": indptr + first,
-            "rulers": ffi.cast("int32_t *", memory + _AT_RULERS),
-            "described": memory + AT_PARTS,
-            "parts": parts,
+            "items": arrays.items,
+            "worker_indptr": arrays.worker_indptr + first,
+            "rulers": arrays.rulers,
+            "described": arrays.memory + AT_PARTS,
+            "parts": arrays.parts,
             "workers": end - first,
             "kv_tile": plan.traits.classes[-1].kv_tile,
             "solid": solid,
         },
     )
-    count = lib.attnrt_cuda_first_passes(team, ffi.cast("int32_t *", memory + FIRST_AT))
-    del held
-    return int(count)
+    return int(arrays.lib.attnrt_cuda_first_passes(team, arrays.first))
 
 
 _AT_BLOCK_POS = PART_POINTERS.index("block_pos")
@@ -365,7 +372,8 @@ def fill_header(
     buffer[_AT_RULERS : _AT_RULERS + len(rulers)] = rulers
     buffer[AT_PARTS : AT_PARTS + len(parts)] = parts
     solid = works and boxes.is_solid(plan)
-    firsts, wide_firsts = fill_first(plan, target)
+    arrays = FirstArrays.of(plan, target)
+    firsts, wide_firsts = fill_first(plan, target, arrays)
     counts = (
         traits.num_workers,
         len(plan.merge),
@@ -379,7 +387,7 @@ def fill_header(
         end - first,
         works and plan_folds(plan),
         wide_firsts,
-        fill_first_passes(plan, target, solid) if works else 0,
+        fill_first_passes(plan, target, arrays, solid) if works else 0,
         0,
     )
     _COUNTS.pack_into(buffer, 0, *loaded.addresses, loaded.counters[0], *counts)
