@@ -151,8 +151,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   __device__ __forceinline__ void rescale(float (&o)[kO], const float (&shrink)[2]) const {
     if constexpr (!Variant::use_softmax) return;
     if (__all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) return;
-#pragma unroll
-    for (int i = 0; i < kO; ++i) o[i] *= shrink[i / 2 % 2];
+    rescale_always(o, shrink);
   }
 };
 
