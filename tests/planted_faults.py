@@ -356,6 +356,27 @@ CUDA_MUTANTS = (
         test=EMULATED_WIDE + " -k drafts",
     ),
     Mutant(
+        name="a tile of which a row sees less counts as whole (wide)",
+        file=KERNELS + "wide_loader.cuh",
+        old="(begin + L::kTile - 1 <= rows.high_min)",
+        new="(begin <= rows.high_min)",
+        test=EMULATED_WIDE + " -k drafts",
+    ),
+    Mutant(
+        name="the next leaf's maximum changes one that has ended (wide)",
+        file=KERNELS + "wide.cuh",
+        old="{ended ? 1.0f : shrink[0], ended ? 1.0f : shrink[1]}",
+        new="{shrink[0], shrink[1]}",
+        test=EMULATED_WIDE + " -k 'cuts or shared_prefix'",
+    ),
+    Mutant(
+        name="a scale that is not positive keeps the order (wide)",
+        file=KERNELS + "wide.cuh",
+        old="const bool raw = kRaw && p.sm_scale > 0.0f;",
+        new="const bool raw = kRaw;",
+        test=EMULATED_WIDE + " -k scales",
+    ),
+    Mutant(
         name="rows of a line are one (wide)",
         file=KERNELS + "wide_loader.cuh",
         old="line.qo_row + query - item.q_begin",

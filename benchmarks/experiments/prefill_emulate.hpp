@@ -381,6 +381,7 @@ inline u32 load_if(bool yes, const u32* at) { return yes ? *at : 0; }
 inline u32 load_byte_if(bool yes, const unsigned char* at) { return yes ? *at : 0; }
 inline void forget() {}
 inline void computed(float, u32) {}
+inline float after(float) { return -INFINITY; }
 inline void loaded(int) {}
 inline const char* opaque(const char* p) { return p; }
 template <int N>

@@ -141,14 +141,14 @@ def test_the_hopper_kernel(name):
 
 #: The same of the wide kernel; what spills is the loading warps', which live in 72 registers.
 WIDE_SPECS = {
-    "bf16 128": ({}, 96),
-    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, 96),
+    "bf16 128": ({}, 16),
+    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, 16),
     "window, softcap": (
         {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0), v.sink_logits(-1.0))},
-        184,
+        16,
     ),
-    "alibi": ({"variant": (v.causal(), v.alibi())}, 104),
-    "sigmoid, mask": ({"variant": (v.custom_mask(), v.sigmoid())}, 96),
+    "alibi": ({"variant": (v.causal(), v.alibi())}, 24),
+    "sigmoid, mask": ({"variant": (v.custom_mask(), v.sigmoid())}, 24),
 }
 
 

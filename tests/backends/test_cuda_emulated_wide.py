@@ -67,6 +67,12 @@ def test_variants(name):
     both(spec(variant=VARIANTS[name]), ([5, 9], [330, 40]))
 
 
+@pytest.mark.parametrize("sm_scale", [-0.2, 0.0])
+def test_scales_that_turn_the_order(sm_scale):
+    """A maximum of unscaled scores is one of scaled ones where the factor is positive."""
+    both(spec(sm_scale=sm_scale), ([5, 9], [330, 40]))
+
+
 @pytest.mark.parametrize("heads", [(3, 1), (8, 2), (13, 1)])
 def test_drafts(heads):
     most = 64 // (heads[0] // heads[1])  # past that the Hopper kernel has them, whose bits are others

@@ -78,6 +78,12 @@ ATTNRT_DEV void computed(float x, u32 addr) {
                : "memory");
 }
 
+// -inf, which only the machine knows: what takes it in can not be done before x is there.
+ATTNRT_DEV float after(float x) {
+  asm("min.f32 %0, %1, 0fFF800000;" : "=f"(x) : "f"(x));
+  return x;
+}
+
 // A word, or a byte, of global memory, or 0, without a branch: behind one ptxas would not trust the warp to be whole
 // again, and keep what all its lanes share out of uniform registers.
 ATTNRT_DEV u32 load_if(bool yes, const u32* at) {

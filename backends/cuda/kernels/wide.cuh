@@ -8,6 +8,10 @@
 // 2t + 1, 2t + 8, 2t + 9 of its warp's sixteen, and so does a lane here, which holds all four sixteens of a tile and
 // keeps a sum for each.
 //
+// The order of a tile's work is that of its pipes: the second row's maximum stands beside the first one's exponentials,
+// and the wait for the product with V between the rows, so that O's factors and what is packed stand beside the second
+// row's. Of what ptxas would put in one heap, `after`, `computed` and that wait say the order.
+//
 // A lane (g = lane / 4, t = lane % 4) holds rows g and g + 8 of its warp's sixteen; of S keys 8j + 2t (+1), of O
 // columns 8j + 2t (+1).
 #pragma once
@@ -29,6 +33,10 @@ class Wide {
   static constexpr int kO = L::kDim / 2;
   static constexpr int kSixteens = L::kTile / 16;
 
+  // Nothing is done to a score before its row's maximum is known, which is scaled alone: the order stays where the
+  // factor is positive.
+  static constexpr bool kRaw = Variant::use_softmax && !Variant::has_logits;
+
   struct Sums {  // of two rows
     float m[2], l[2];
   };
@@ -43,6 +51,13 @@ class Wide {
     lane_ = threadIdx.x % 32;
     group_ = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+    const bool raw = kRaw && p.sm_scale > 0.0f;
+    float unit[1] = {raw ? p.sm_scale * kLog2e : 1.0f};
+    ptx::wgmma_pin(unit);  // it would be made for each tile else
+    unit_ = unit[0];
+    plain_ = raw ? kWideWhole : 0;
+    keys_ = static_cast<unsigned>(ptx::desc_sw128(base_ + L::kOffsetStages, 0, 1024));
+    values_ = static_cast<unsigned>(ptx::desc_sw128(base_ + L::kOffsetStages + L::kStageBytes, L::kSlabKv, 1024));
   }
 
   // Tile by tile, pass by pass, until the loaders say that it was the last one. The tensor cores multiply the weights
@@ -50,6 +65,7 @@ class Wide {
   // folded then. At the end of a pass one more round catches up.
   __device__ __forceinline__ void run() {
     tile_ = table_ = 0;
+    at_tile();
     float o[kO];
 #pragma unroll
     for (int i = 0; i < kO; ++i) o[i] = 0.0f;
@@ -61,13 +77,13 @@ class Wide {
     int before = 0;  // flags of the tile before: whether one is left to be multiplied with V, and what it ends
 #pragma unroll 1
     for (;;) {
-      float shrink[2] = {1.0f, 1.0f};
+      float shrink[2] = {1.0f, 1.0f}, least[2];
       int flags = 0;
-      bool all = false;
+      bool all = true;
       const bool more = !(before & kWideEndsPass), fresh = !before;
       if (more) {
-        wait_full(tile_, kKeys);
-        flags = meta_.span[table_][0].z;
+        ptx::mbar_wait(full_, parity_);
+        flags = static_cast<int>(ptx::ld_shared(span_));
         if (flags & kWideOver) break;
         if (flags & kWideCopied) ptx::fence_proxy_async();
         if (fresh) load_q(q);
@@ -77,22 +93,35 @@ class Wide {
       // At the end of a pass the first product, at its beginning the second multiplies what happens to be there, and
       // nobody looks: a branch would serialise them (C7515).
       multiply_scores(s, q);
-      if (more) all = whole();
-      if (!fresh) wait_full(tile_ - 1, kValues);
+      if (more && !(flags & plain_)) all = whole();
+      if (!fresh) wait_values();
       if (before & kWideCopied) ptx::fence_proxy_async();
       multiply_values(o, w, before & kAdds);
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(s);
       if (more) {
-        release(tile_, kKeys);
-        weights(s, m, l, shrink, all);
+        release(full_);
+        if (!(flags & plain_)) logits(s, all);
+        raise(s, m, shrink, least);
+        exponentials<0>(s, l, shrink, least);
       }
+      // A leaf that has ended is not to be changed any more, and the next product with V forgets it.
+      const bool ended = before & kWideEndsLeaf;
+      float factor[2] = {ended ? 1.0f : shrink[0], ended ? 1.0f : shrink[1]};
+      ptx::wgmma_pin(factor);  // registers of their own: among the exponentials `shrink` is in use
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(o);
+      if (!fresh) release(full_values());
+      if (more) {
+        if constexpr (Variant::use_softmax) {
 #pragma unroll
-      for (int i = 0; i < kS / 2; ++i) w[i] = ptx::pack2<kH>(s[2 * i], s[2 * i + 1]);
-      if (!fresh) release(tile_ - 1, kValues);
-      if (before & kWideEndsLeaf) {
+          for (int i = 0; i < kO; ++i) o[i] *= factor[i / 2 % 2];
+        }
+        pack<0>(w, s);
+        exponentials<1>(s, l, shrink, least);
+        pack<1>(w, s);
+      }
+      if (ended) {
         close(o, leaf, !more);
         ++leaf;
         if (!more) {
@@ -102,15 +131,12 @@ class Wide {
           continue;
         }
       }
-      // Where a leaf begins, the next product with V forgets what O holds.
-      if (!__all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < kO; ++i) o[i] *= shrink[i / 2 % 2];
-      }
       if (flags & kWideEndsLeaf) sum_leaf(m, l);
-      const int adds = fresh || before & kWideEndsLeaf ? 0 : kAdds;
+      const int adds = fresh || ended ? 0 : kAdds;
       before = (flags & (kWideEndsLeaf | kWideEndsPass | kWideCopied)) | kWaits | adds;
-      next_tile();
+      ++tile_;
+      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+      at_tile();
     }
   }
 
@@ -118,22 +144,27 @@ class Wide {
   // Of a tile, beside what the loaders say: it waits for its product with V; that is added to what O holds.
   static constexpr int kWaits = 32, kAdds = 64;
   // Stages go in pairs, the K and the V of a tile.
-  static constexpr unsigned kKeys = 0, kValues = 1, kPairs = L::kStages / 2;
+  static constexpr unsigned kPairs = L::kStages / 2;
   static_assert(!(kPairs & (kPairs - 1)), "a power of two");
-  __device__ __forceinline__ void next_tile() {
-    ++tile_;
-    table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+
+  // What the tile at hand asks for first, made at the end of the one before: there other warps have the time.
+  __device__ __forceinline__ void at_tile() {
+    full_ = base_ + L::kOffsetMeta + tile_ % kPairs * 16;
+    parity_ = tile_ / kPairs & 1;
+    span_ = ptx::smem_addr(&meta_.span[table_][warp_].z);
+    keys_now_ = keys_ + tile_ % kPairs * (2 * L::kStageBytes / 16);
   }
 
-  // A stage's bytes are there; those that did not come as boxes have to be fenced for the tensor cores.
-  __device__ __forceinline__ void wait_full(unsigned tile, int which) const {
-    ptx::mbar_wait(ptx::smem_addr(&meta_.full[tile % kPairs * 2 + which]), tile / kPairs & 1);
+  // Of the tile before: the barrier of its V, whose bytes are there after the wait.
+  __device__ __forceinline__ unsigned full_values() const {
+    return base_ + L::kOffsetMeta + (tile_ - 1) % kPairs * 16 + 8;
   }
+  __device__ __forceinline__ void wait_values() const { ptx::mbar_wait(full_values(), (tile_ - 1) / kPairs & 1); }
 
-  // This warp has read the stage.
-  __device__ __forceinline__ void release(unsigned tile, int which) const {
+  // This warp has read the stage that this barrier tells to be full.
+  __device__ __forceinline__ void release(unsigned full) const {
     __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(ptx::smem_addr(&meta_.empty[tile % kPairs * 2 + which]));
+    if (ptx::elect_one()) ptx::mbar_arrive(full + L::kStages * 8);
   }
 
   // Q of this warp's rows as operands of the products.
@@ -152,8 +183,7 @@ class Wide {
 
   // Scores of the tile at hand, as a group of its own.
   __device__ __forceinline__ void multiply_scores(float (&s)[kS], const unsigned (&q)[L::kDim / 16][4]) const {
-    const unsigned long long k =
-        ptx::desc_sw128(base_ + L::kOffsetStages + tile_ % kPairs * 2 * L::kStageBytes, 0, 1024);
+    const unsigned long long k = ptx::desc_sw128(0, 0, 1024) | keys_now_;
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < L::kDim / 16; ++i)
@@ -164,7 +194,7 @@ class Wide {
   // Adds weights times the V of the tile before, as a group of its own.
   __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2], bool add) const {
     const unsigned long long v =
-        ptx::desc_sw128(base_ + L::kOffsetStages + ((tile_ - 1) % kPairs * 2 + 1) * L::kStageBytes, L::kSlabKv, 1024);
+        ptx::desc_sw128(0, 0, 1024) | (values_ + (tile_ - 1) % kPairs * (2 * L::kStageBytes / 16));
     ptx::wgmma_pin(o);
     ptx::wgmma_fence();
 #pragma unroll
@@ -198,34 +228,36 @@ class Wide {
            (all.w + L::kTile <= rows.limit_min) & !(Variant::reads_index_mask && rows.any_mask);
   }
 
-  // Scale, variant, mask (`all`: nothing is hidden); the result is a base-2 logit (-inf: unseen), or a weight (0:
-  // unseen) without a softmax.
+  // Variant and mask (`all`: nothing is hidden), and the scale where it is not for the softmax to apply; the result is
+  // a base-2 logit (-inf: unseen), or a weight (0: unseen) without a softmax.
   __device__ __forceinline__ void logits(float (&s)[kS], bool all) const {
     const Rows& rows = this->rows();
-    const float scale = Variant::has_logits || !Variant::use_softmax ? p_.sm_scale : p_.sm_scale * kLog2e;
+    if (!plain_) {
+      const float scale = kRaw ? p_.sm_scale * kLog2e : p_.sm_scale;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      Ctx c;
-      typename Variant::Row row;
-      if constexpr (Variant::has_logits) {
-        c = row_ctx<Config, Variant>(p_, rows, row_of(half) % kWideRows, meta_.pass.head);
-        row = Variant::row(params_, c);
-      }
-#pragma unroll
-      for (int j = 0; j < kS / 4; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int i = 4 * j + 2 * half + e;
-          float& x = s[i];
-          if constexpr (Variant::has_logits) {
-            c.kv_pos = meta_.pos[table_][key_of(i)];
-            c.kv_slot = meta_.slot[table_][key_of(i)];
-          }
-          // What a hook does not read must not be contracted with the difference to come: elsewhere a mask stands
-          // between.
-          x = Variant::has_logits ? Variant::logits(params_, row, c, x * scale) : __fmul_rn(x, scale);
-          if constexpr (Variant::has_logits && Variant::use_softmax) x = __fmul_rn(x, kLog2e);
+      for (int half = 0; half < 2; ++half) {
+        Ctx c;
+        typename Variant::Row row;
+        if constexpr (Variant::has_logits) {
+          c = row_ctx<Config, Variant>(p_, rows, row_of(half) % kWideRows, meta_.pass.head);
+          row = Variant::row(params_, c);
         }
+#pragma unroll
+        for (int j = 0; j < kS / 4; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int i = 4 * j + 2 * half + e;
+            float& x = s[i];
+            if constexpr (Variant::has_logits) {
+              c.kv_pos = meta_.pos[table_][key_of(i)];
+              c.kv_slot = meta_.slot[table_][key_of(i)];
+            }
+            // What a hook does not read must not be contracted with the difference to come: elsewhere a mask stands
+            // between.
+            x = Variant::has_logits ? Variant::logits(params_, row, c, x * scale) : __fmul_rn(x, scale);
+            if constexpr (Variant::has_logits && Variant::use_softmax) x = __fmul_rn(x, kLog2e);
+          }
+      }
     }
     if (all) return;
     unsigned long long seen;
@@ -286,46 +318,60 @@ class Wide {
   }
 
   // ------------------------------------------------------------------ softmax
-  // From scores to weights under the new running maximum, to which l is brought; O is to be multiplied with `shrink`.
-  __device__ __forceinline__ void weights(float (&s)[kS], float (&m)[2], float (&l)[2][kSixteens], float (&shrink)[2],
-                                          bool all) const {
-    logits(s, all);
-    if constexpr (Variant::use_softmax) {
+  // The new running maximum; `least` is what exponents subtract, `shrink` what l and O are to be multiplied by.
+  __device__ __forceinline__ void raise(const float (&s)[kS], float (&m)[2], float (&shrink)[2],
+                                        float (&least)[2]) const {
+    if constexpr (!Variant::use_softmax) {
+      m[0] = m[1] = 0.0f;
+      return;
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float chain[4] = {m[half], s[2 * half], s[2 * half + 1], s[2 * half + 4]};
+    for (int half = 0; half < 2; ++half) {
+      float chain[4] = {s[2 * half], s[2 * half + 1], s[2 * half + 4], s[2 * half + 5]};
 #pragma unroll
-        for (int i = 3; i < kS / 2; ++i) {
-          float& x = chain[i % 4];
-          x = fmaxf(x, s[i / 2 * 4 + 2 * half + i % 2]);
-        }
-        float top = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        shrink[half] = exp2_diff(m[half], top);
-        m[half] = top;
-        const float least = top == neg_inf() ? 0.0f : top;  // 2^(-inf - 0) is 0, too
-#pragma unroll
-        for (int b = 0; b < kSixteens; ++b) {
-          float sum = 0.0f;
-#pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            float& x = s[8 * b + n / 2 * 4 + 2 * half + n % 2];
-            x = ptx::ex2(__fsub_rn(x, least));
-            sum = n ? __fadd_rn(sum, x) : x;
-          }
-          l[half][b] = fmaf(l[half][b], shrink[half], sum);
-        }
+      for (int i = 4; i < kS / 2; ++i) {
+        float& x = chain[i % 4];
+        x = fmaxf(x, s[i / 2 * 4 + 2 * half + i % 2]);
       }
-      // A store that never happens, but only the sums can tell: ptxas would else sink all of this below the wait for
-      // the product under which it is meant to run.
+      if (half) chain[0] = fmaxf(chain[0], ptx::after(least[0]));
+      float top = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+      top = fmaxf(m[half], kRaw ? __fmul_rn(top, unit_) : top);
+      shrink[half] = exp2_diff(m[half], top);
+      m[half] = top;
+      least[half] = top == neg_inf() ? 0.0f : top;  // 2^(-inf - 0) is 0, too
+    }
+  }
+
+  // From a row's scores to its weights, and their sums.
+  template <int kHalf>
+  __device__ __forceinline__ void exponentials(float (&s)[kS], float (&l)[2][kSixteens], const float (&shrink)[2],
+                                               const float (&least)[2]) const {
+    if constexpr (!Variant::use_softmax) return;
+    float sums = shrink[1];
+#pragma unroll
+    for (int b = 0; b < kSixteens; ++b) {
       float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 2 * kSixteens; ++i) sum += l[i / kSixteens][i % kSixteens];
-      ptx::computed(sum, base_);
-    } else {
-      m[0] = m[1] = 0.0f;
+      for (int n = 0; n < 4; ++n) {
+        float& x = s[8 * b + n / 2 * 4 + 2 * kHalf + n % 2];
+        x = ptx::ex2(__fsub_rn(kRaw ? __fmul_rn(x, unit_) : x, least[kHalf]));
+        sum = n ? __fadd_rn(sum, x) : x;
+      }
+      l[kHalf][b] = fmaf(l[kHalf][b], shrink[kHalf], sum);
+      sums += l[kHalf][b];
     }
+    // A store that never happens, but only the sums can tell: ptxas would else sink all of this below the wait for
+    // the product under which it is meant to run.
+    if (kHalf == 0) ptx::computed(sums, base_);
+  }
+
+  // A row's weights as operands.
+  template <int kHalf>
+  __device__ __forceinline__ static void pack(unsigned (&w)[kS / 2], const float (&s)[kS]) {
+#pragma unroll
+    for (int i = kHalf; i < kS / 2; i += 2) w[i] = ptx::pack2<kH>(s[2 * i], s[2 * i + 1]);
   }
 
   // ------------------------------------------------------------------ the end of a leaf
@@ -486,8 +532,12 @@ class Wide {
   const unsigned base_;
   M& meta_;
   int lane_, group_, warp_;
-  unsigned tile_;  // at hand, of all that the loaders bring
-  int table_;      // its tables
+  unsigned tile_;                             // at hand, of all that the loaders bring
+  int table_;                                 // its tables
+  unsigned full_, parity_, span_, keys_now_;  // of it: K's barrier and its phase, flags, K as an operand
+  unsigned keys_, values_;                    // the first stages as operands (lower halves of descriptors)
+  float unit_;                                // what the softmax multiplies scores by
+  int plain_;                                 // the flag of a tile whose scores need nothing before
 };
 
 // What comes before all that waits: barriers, by one lane of every warp, since initialisations of several lanes come

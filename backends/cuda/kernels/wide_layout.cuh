@@ -51,9 +51,10 @@ struct WideLayout {
 constexpr int kWideBoxLog2 = 4;
 
 // What WideMeta::span says of a loading warp's 16 keys, and of the tile. kWideRuns: the list's positions run on, and
-// the upper half has a bit for each key that is there.
+// the upper half has a bit for each key that is there. kWideWhole, to the computing warp of the same number: its rows
+// see all of the tile (not said of a pass's first).
 constexpr int kWideLive = 1, kWideEndsLeaf = 2, kWideEndsPass = 4, kWideOver = 8, kWideCopied = 16, kWideRuns = 32,
-              kWideAll = static_cast<int>(0xffff0000u) | kWideRuns | kWideLive;
+              kWideWhole = 64, kWideAll = static_cast<int>(0xffff0000u) | kWideRuns | kWideLive;
 
 // The query rows of a pass that one warp multiplies, as fill_rows lays them out; the loading warp of the same number
 // does.

@@ -41,8 +41,9 @@ class WideLoader {
     reinterpret_cast<int*>(&meta_.first[warp_])[lane_] = word;
     __syncwarp();
     given_ = line().flags;
-    stage_ = table_ = 0;
-    phase_ = spare_phase_ = 1;
+    tile_ = table_ = 0;
+    spare_phase_ = 1;
+    later_ = false;
     const unsigned long long strides = p.q_stride_row | p.q_stride_head;
     q_vectors_ = !((reinterpret_cast<unsigned long long>(p.q) | strides * 2) & 15);
   }
@@ -80,9 +81,9 @@ class WideLoader {
       given_ = 0;
       __syncwarp();  // all lanes have read the item
     }
-    ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
+    wait_empty(tile_, 0);
     if (lane_ == 0) meta_.span[table_][warp_] = make_int4(0, 0, kWideOver, 0);
-    arrive(0, false);
+    arrive(stage_of(tile_, 0), 0, false);
   }
 
  private:
@@ -119,12 +120,33 @@ class WideLoader {
 
   // This warp's part of the stage is complete when its boxes, of so many bytes, and its lanes' copies have landed. Its
   // tables are written by now.
-  __device__ __forceinline__ void arrive(unsigned bytes, bool copies) {
-    const unsigned barrier = ptx::smem_addr(&meta_.full[stage_]);
+  __device__ __forceinline__ void arrive(int stage, unsigned bytes, bool copies) {
+    const unsigned barrier = ptx::smem_addr(&meta_.full[stage]);
     if (copies) ptx::cp_async_mbar_arrive(barrier);
     __syncwarp();
     if (lane_ == 0) ptx::mbar_arrive_expect_tx(barrier, bytes);
-    next_stage();
+  }
+
+  // Stage of a tile's K (0) or V (1); this waits until it is free.
+  __device__ __forceinline__ static int stage_of(unsigned tile, int which) {
+    return tile % (L::kStages / 2) * 2 + which;
+  }
+  __device__ __forceinline__ void wait_empty(unsigned tile, int which) const {
+    ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_of(tile, which)]), (tile / (L::kStages / 2) & 1) ^ 1);
+  }
+
+  // Boxes of V are asked for behind the K of the next tile, as they are used, since a stage of K is free earlier: this
+  // keeps what they need, and then asks for those of the tile before.
+  __device__ __forceinline__ void keep_values(int slot, int page) {
+    later_ = true;
+    later_slot_ = slot;
+    later_page_ = page;
+  }
+  __device__ __forceinline__ void load_kept(int head) {
+    if (!later_) return;
+    later_ = false;
+    wait_empty(tile_ - 1, 1);
+    box(stage_of(tile_ - 1, 1), maps_.v, maps_.page_v, later_slot_, later_page_, head);
   }
 
   // The keys of the item for kRows of its rows. An item without keys has one tile of dead ones: the empty set.
@@ -182,22 +204,31 @@ class WideLoader {
           stop = min(ruler.start(leaf + 1), item.kv_end);
         }
       }
-#pragma unroll 1
-      for (int values = 0; values < 2; ++values) {
-        ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
-        if (dense) {
-          load_boxes(values, slot, head);
-        } else {
-          copy(L::kOffsetStages + stage_ * L::kStageBytes, (values ? p_.v : p_.k).vectors, from, there, values * kKeys);
-        }
-        if (!values) tabulate(now, flags, dense, pos, slot);
-        // The rows are laid out while the first keys are on their way.
-        if (!opened) open(item, head, first, rows);
-        arrive(dense ? kBoxBytes * (L::kDim / 64) : 0, !dense || !opened);
-        opened = true;
+      if (!dense) load_kept(head);
+      wait_empty(tile_, 0);
+      if (dense) {
+        load_keys(slot, head);
+      } else {
+        copy(L::kOffsetStages + stage_of(tile_, 0) * L::kStageBytes, p_.k.vectors, from, there, 0);
       }
-      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+      tabulate(now, flags, dense, pos, slot, opened);
+      // The rows are laid out while the first keys are on their way.
+      if (!opened) open(item, head, first, rows);
+      arrive(stage_of(tile_, 0), dense ? kBoxBytes * (L::kDim / 64) : 0, !dense || !opened);
+      opened = true;
+      if (dense) {
+        load_kept(head);
+        unsigned page, token;
+        maps_.page_v.split(slot, page, token);
+        keep_values(slot, static_cast<int>(page));
+      } else {
+        wait_empty(tile_, 1);
+        copy(L::kOffsetStages + stage_of(tile_, 1) * L::kStageBytes, p_.v.vectors, from, there, kKeys);
+        arrive(stage_of(tile_, 1), 0, true);
+      }
+      next_tile();
     }
+    load_kept(head);
     spare_phase_ ^= 1;
   }
 
@@ -211,31 +242,31 @@ class WideLoader {
       const int slot = __shfl_sync(0xffffffffu, run_slot_, run);
       const int page_k = __shfl_sync(0xffffffffu, run_page_k_, run);
       const int page_v = __shfl_sync(0xffffffffu, run_page_v_, run);
-      ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
-      tabulate(tile, kWideAll, true, pos, slot);
+      wait_empty(tile_, 0);
+      tabulate(tile, kWideAll, true, pos, slot, true);
       __syncwarp();
-      box(maps_.k, maps_.page_k, slot, page_k, head);
-      ptx::mbar_wait(ptx::smem_addr(&meta_.empty[stage_]), phase_);
-      box(maps_.v, maps_.page_v, slot, page_v, head);
-      table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
+      box(stage_of(tile_, 0), maps_.k, maps_.page_k, slot, page_k, head);
+      load_kept(head);
+      keep_values(slot, page_v);
+      next_tile();
       run += L::kTile / kKeys;
       tile += L::kTile;
       pos += L::kTile;
     }
   }
 
-  // This warp's rows of a stage, from a slot in a page on; goes to the next stage.
-  __device__ __forceinline__ void box(const TensorMap& map, const FastDiv& pages, int slot, int page, int head) {
+  // This warp's rows of a stage, from a slot in a page on; arrives.
+  __device__ __forceinline__ void box(int stage, const TensorMap& map, const FastDiv& pages, int slot, int page,
+                                      int head) const {
     if (ptx::elect_one()) {
-      const unsigned full = ptx::smem_addr(&meta_.full[stage_]);
-      const unsigned to = ptx::smem_addr(smem_) + L::kOffsetStages + stage_ * L::kStageBytes + warp_ * kBoxBytes;
+      const unsigned full = ptx::smem_addr(&meta_.full[stage]);
+      const unsigned to = ptx::smem_addr(smem_) + L::kOffsetStages + stage * L::kStageBytes + warp_ * kBoxBytes;
       const int token = slot - page * static_cast<int>(pages.divisor);
       ptx::mbar_arrive_expect_tx(full, kBoxBytes * (L::kDim / 64));
 #pragma unroll
       for (int c = 0; c < L::kDim / 64; ++c) load(to + c * L::kSlabKv, map, full, c * 64, token, head, page);
     }
     __syncwarp();
-    next_stage();
   }
 
   // A box.
@@ -248,11 +279,9 @@ class WideLoader {
     }
   }
 
-  __device__ __forceinline__ void next_stage() {
-    if (++stage_ == L::kStages) {
-      stage_ = 0;
-      phase_ ^= 1;
-    }
+  __device__ __forceinline__ void next_tile() {
+    ++tile_;
+    table_ = table_ + 1 == L::kTiles ? 0 : table_ + 1;
   }
 
   // Id of the block that holds the key at an offset of the request (-1: not listed), and the key's place in it.
@@ -308,9 +337,18 @@ class WideLoader {
     }
   }
 
-  // Tables of this warp's keys; `dense`: sixteen in a row, of which pos and slot are the first one's.
-  __device__ __forceinline__ void tabulate(int tile, int flags, bool dense, int pos, int slot) {
+  // Tables of this warp's keys; `dense`: the tile is runs, of which pos and slot are the first one's; `opened`: this
+  // warp's rows are laid out.
+  __device__ __forceinline__ void tabulate(int tile, int flags, bool dense, int pos, int slot, bool opened) {
     int low = pos, high = pos + kKeys - 1;
+    if (Variant::mask_is_interval && dense && opened && lane_ == 0) {
+      const WideRows<Variant>& rows = meta_.rows[warp_];
+      const int begin = pos - warp_ * kKeys;
+      // All of it is read at once, where && would wait for one answer before it asked for the next.
+      if ((begin >= rows.low_max) & (begin + L::kTile - 1 <= rows.high_min) & (tile + L::kTile <= rows.limit_min) &
+          !(Variant::reads_index_mask && rows.any_mask))
+        flags |= kWideWhole;
+    }
     if (dense) {
       pos += lane_;
       slot += lane_;
@@ -326,17 +364,17 @@ class WideLoader {
       meta_.span[table_][warp_] = make_int4(low, high, flags, warp_ == 1 ? list().pos + tile - list().offset : tile);
   }
 
-  // This warp's rows of a stage from slot `begin` on.
-  __device__ __forceinline__ void load_boxes(bool values, int begin, int head) const {
+  // This warp's rows of the tile's K, from slot `begin` on.
+  __device__ __forceinline__ void load_keys(int begin, int head) const {
     unsigned page, token;
-    (values ? maps_.page_v : maps_.page_k).split(begin, page, token);
-    const unsigned to = ptx::smem_addr(smem_) + L::kOffsetStages + stage_ * L::kStageBytes + warp_ * kBoxBytes;
-    const TensorMap& map = values ? maps_.v : maps_.k;
-    const unsigned full = ptx::smem_addr(&meta_.full[stage_]);
+    maps_.page_k.split(begin, page, token);
+    const int stage = stage_of(tile_, 0);
+    const unsigned to = ptx::smem_addr(smem_) + L::kOffsetStages + stage * L::kStageBytes + warp_ * kBoxBytes;
+    const unsigned full = ptx::smem_addr(&meta_.full[stage]);
     if (ptx::elect_one()) {
 #pragma unroll
       for (int c = 0; c < L::kDim / 64; ++c)
-        load(to + c * L::kSlabKv, map, full, c * 64, static_cast<int>(token), head, static_cast<int>(page));
+        load(to + c * L::kSlabKv, maps_.k, full, c * 64, static_cast<int>(token), head, static_cast<int>(page));
     }
     __syncwarp();
   }
@@ -414,8 +452,10 @@ class WideLoader {
   char* smem_;
   M& meta_;
   int lane_, warp_;
-  int stage_, phase_;  // to fill next
-  int table_;          // of the next tile
+  unsigned tile_;                // whose K is to be asked for next
+  int table_;                    // its tables
+  bool later_;                   // the V of the tile before is still to be asked for,
+  int later_slot_, later_page_;  // this warp's rows from a slot in a page on
   int spare_phase_;
   int given_;  // flags of what the line says of the item at hand and is still to be used
   bool q_vectors_;
