@@ -288,6 +288,13 @@ inline unsigned __funnelshift_rc(unsigned lo, unsigned hi, unsigned n) {
 }
 inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned n) { return __funnelshift_rc(lo, hi, n & 31); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
+inline int __vimin3_s32(int a, int b, int c) { return std::min(a, std::min(b, c)); }
+inline int __vimax3_s32(int a, int b, int c) { return std::max(a, std::max(b, c)); }
+inline int __float_as_int(float x) {
+  int r;
+  memcpy(&r, &x, 4);
+  return r;
+}
 inline unsigned __vcmpeq2(unsigned a, unsigned b) {
   const unsigned x = a ^ b;
   return ((x & 0xffffu) ? 0 : 0xffffu) | ((x >> 16) ? 0 : 0xffff0000u);

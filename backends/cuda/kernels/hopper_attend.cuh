@@ -11,9 +11,10 @@
 //
 // Numerics. Keys ascend from the leaf's start in tiles at multiples of kTile; a row's maximum, its shrink factor and
 // its sum belong to that row's own thread quad: lane t of the quad adds its keys 8n + 2t, 8n + 2t + 1 pair by pair in
-// order of n, the quad adds at the end of the leaf. Weights are 2^(s c - m c) with m the largest s: no bit depends on
-// other rows, on the loader, on keys past the last visible one (they add 0 under an unchanged maximum) or on whether
-// the multiplication by a shrink factor of 1 is skipped.
+// order of n, the quad adds at the end of the leaf. Weights are 2^(s c - m c), where m is the largest s of a tile
+// before or of this one, and no weight exceeds 2^8 (hopper_softmax.cuh): no bit depends on other rows, on the loader,
+// on keys past the last visible one (they add 0 under an unchanged maximum) or on whether the multiplication by a
+// shrink factor of 1 is skipped.
 #pragma once
 #include "hopper_results.cuh"
 #include "hopper_rewrite.cuh"
@@ -27,9 +28,8 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   using Base = HopperResults<Config, Variant>;
   using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
   using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
-      Base::rescale_always, Base::kSmallO, Base::results, Base::tile_, Base::weights, Base::whole_begin_,
-      Base::whole_end_;
-  using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::raise, Base::record;
+      Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
+  using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::record;
   using typename Base::Closing;
   using typename Base::Fate;
   using typename Base::Row;
@@ -57,8 +57,8 @@ class HopperConsumer : public HopperResults<Config, Variant> {
  private:
   // A warpgroup's share of a leaf.
   struct Leaf {
-    float s[kS], o[kO], m[2], l[2], top[2], shrink[2];  // scores of the last tile that was multiplied with Q
-    unsigned w[kS / 2];                                 // weights of the tile before it, or of that one
+    float s[kS], o[kO], m[2], l[2], top[2], shrink[2], sum[2];  // scores of the last tile that was multiplied with Q
+    unsigned w[kS / 2];                                         // weights of the tile before it, or of that one
     Row rows[2];
     int leaf, offset, stop;  // of the item; of the tile whose weights are next; one past the last key
     bool ends, add;          // the pass's last leaf; O holds something
@@ -129,7 +129,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     look(view, x.rows, tile_, x.offset);
     ptx::wgmma_wait<0>();
     take_scores(x, view, tile_);
-    weights(x.s, x.w, x.l, x.top, x.shrink);
+    weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.m[0]);
     x.offset += L::kTile;
 #pragma unroll 1
     while (x.offset < x.stop) {
@@ -165,15 +165,14 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     if (x.ends && x.offset + L::kTile >= x.stop) release_queries();
     logits(x.s, x.rows, t, x.offset, view);
     release(meta_.k_empty[t % L::kStages]);
-    raise(x.s, x.m, x.top, x.shrink);
+    this->template raise<false>(x.s, x.m, x.top, x.shrink, x.sum);
   }
 
   // Weights of the tile after this one, and O by their measure.
   __device__ __forceinline__ void next_weights(Leaf& x) {
-    if constexpr (kSmallO) rescale_always(x.o, x.shrink);
-    weights(x.s, x.w, x.l, x.top, x.shrink);
+    weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.o[0]);
     ATTNRT_TRACE(group_, tile_, 6);
-    if constexpr (!kSmallO) rescale(x.o, x.shrink);
+    rescale(x.o, x.shrink);
     x.add = true;
     ++tile_;
   }
@@ -195,21 +194,28 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     unsigned k = base_ + L::kOffsetK + next * L::kBytesK, v = base_ + L::kOffsetV + (1 - next) * L::kBytesV;
     const unsigned long long q =
         ptx::desc_sw128(base_ + (pass_ & (L::kBuffersQ - 1)) * L::kBytesQ + group_ * 64 * 128, 0, 1024);
+    unsigned parity_k = static_cast<unsigned>(tile_ + 1) / 2 & 1, parity_v = static_cast<unsigned>(tile_) / 2 & 1;
+    unsigned full_k = bar(meta_.k_full[next]), full_v = bar(meta_.v_full[1 - next]);
+    const unsigned both_k = 2 * bar(meta_.k_full[0]) + 8, both_v = 2 * bar(meta_.v_full[0]) + 8;
     ptx::wgmma_pin(x.o);
 #pragma unroll 1
     for (; x.offset < end; x.offset += L::kTile) {  // tile_ + 1 begins at x.offset
       ATTNRT_TRACE(group_, tile_, 0);
-      wait_k(tile_ + 1);
+      wait_k(full_k, parity_k);
       ATTNRT_TRACE(group_, tile_, 1);
       turn_begin();
       ATTNRT_TRACE(group_, tile_, 2);
       multiply_scores(x.s, q, ptx::desc_sw128(k, 0, 1024));
-      wait_v(tile_);
+      wait_v(full_v, parity_v);
       multiply_values(x.o, x.w, ptx::desc_sw128(v, L::kSlabKv, 1024), x.add);
       turn_end();
       ATTNRT_TRACE(group_, tile_, 3);
       k = 2 * (base_ + L::kOffsetK) + L::kBytesK - k;
       v = 2 * (base_ + L::kOffsetV) + L::kBytesV - v;
+      full_k = both_k - full_k;
+      full_v = both_v - full_v;
+      parity_v = parity_k;
+      parity_k ^= next;
       if constexpr (kMasked) {
         whole = x.offset >= whole_begin_ && x.offset + L::kTile <= whole_end_;
         if (!whole) look_at_spoken(own, spoken, x.rows, x.offset);
@@ -220,7 +226,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       this->template hooks<true>(x.s, x.rows, tile_ + 1, x.offset);
       if (kMasked && !whole) mask_own(x.s, own);
       release(meta_.k_empty[next]);
-      raise(x.s, x.m, x.top, x.shrink);
+      this->template raise<true>(x.s, x.m, x.top, x.shrink, x.sum);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(x.o);
       ATTNRT_TRACE(group_, tile_, 5);
@@ -303,12 +309,14 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void wait_k(int t) const {
-    ptx::mbar_wait(bar(meta_.k_full[t % L::kStages]), t / L::kStages & 1);
+  __device__ __forceinline__ void wait_k(int t) const { wait_k(bar(meta_.k_full[t % L::kStages]), t / L::kStages & 1); }
+  __device__ __forceinline__ void wait_k(unsigned full, unsigned parity) const {
+    ptx::mbar_wait(full, parity);
     if constexpr (Loader::kConsumersFence && !L::kRewritesK) ptx::fence_proxy_async();  // else the rewriter has
   }
-  __device__ __forceinline__ void wait_v(int t) const {
-    ptx::mbar_wait(bar(meta_.v_full[t % L::kStages]), t / L::kStages & 1);
+  __device__ __forceinline__ void wait_v(int t) const { wait_v(bar(meta_.v_full[t % L::kStages]), t / L::kStages & 1); }
+  __device__ __forceinline__ void wait_v(unsigned full, unsigned parity) const {
+    ptx::mbar_wait(full, parity);
     if constexpr (Loader::kConsumersFence && !L::kRewritesV) ptx::fence_proxy_async();
   }
   __device__ __forceinline__ void release(const unsigned long long& empty) const {

@@ -19,7 +19,6 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   using typename Base::View;
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
   static constexpr int kO = L::kDimVo / 2;
-  static constexpr bool kSmallO = kO <= 32;
 
   // Hooks on the scores of tile t, whose first key has that offset. kRuns: positions run on and all keys are there.
   // Where hooks have quick forms, one look at their arguments says whether these hold for all of a warp's scores.
@@ -86,72 +85,120 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
     mask_bits(s, view, rows, offset);
   }
 
-  // The new maximum; top is what exponents subtract, shrink what l and O have to be multiplied by.
-  __device__ __forceinline__ void raise(const float (&s)[kS], float (&m)[2], float (&top)[2],
-                                        float (&shrink)[2]) const {
+  // The new maxima; top is what exponents subtract, shrink what l and O have to be multiplied by. Where there is a
+  // softmax the first row's weights are computed here, too, in place, and summed.
+  //
+  // Maxima and conversions share a pipe that runs at half its rate beside busy tensor cores (4 clocks a warp),
+  // exponentials have another (8): so the second row's maximum is found under the first row's exponentials, and
+  // kBits, where a row has nearly always seen a score above 0 before, maxima are those of bits, three at a time. (At
+  // 64 dims that brings nothing, and spills.)
+  template <bool kBits>
+  __device__ __forceinline__ void raise(float (&s)[kS], float (&m)[2], float (&top)[2], float (&shrink)[2],
+                                        float (&sum)[2]) const {
     shrink[0] = shrink[1] = 1.0f;
     if constexpr (!Variant::use_softmax) {
       m[0] = m[1] = 0.0f;
       return;
     }
-    float chain[2][4];  // as many as hide the latency of a maximum
-#pragma unroll
-    for (int i = 0; i < 8; ++i) chain[i / 4][i % 4] = fmaxf(m[i / 4], s[i / 4 * 2 + i % 2 + i % 4 / 2 * 4]);
-#pragma unroll
-    for (int n = 2; n < kS / 4; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = chain[i / 2][n % 2 * 2 + i % 2];
-        x = fmaxf(x, s[4 * n + i]);
+    float x, y;
+    if constexpr (kBits && !Variant::has_logits && kO > 32) {
+      int a = extreme<true>(0, s, m[0]), b = extreme<true>(1, s, m[1]);
+      x = of_quad(__int_as_float(a));
+      if (__any_sync(0xffffffffu, (a | b) < 0)) {  // bits of negative numbers ascend as these descend
+        a = a < 0 ? extreme<false>(0, s, m[0]) : a;
+        b = b < 0 ? extreme<false>(1, s, m[1]) : b;
+        x = of_quad(__int_as_float(a));
       }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(fmaxf(chain[half][0], chain[half][1]), fmaxf(chain[half][2], chain[half][3]));
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-      // Rows that see nothing yet subtract 0: every weight is 2^-inf.
-      top[half] = x == neg_inf() ? 0.0f : __fmul_rn(x, unit(half));
-      const float before = __fmul_rn(m[half], unit(half));  // -inf stays -inf
-      shrink[half] = ptx::ex2(__fsub_rn(before, top[half]));
-      m[half] = x;
+      y = __int_as_float(b);
+    } else {
+      x = of_quad(largest(0, s, m[0]));
+      y = largest(1, s, m[1]);
     }
-    // A store that never happens, but only the maxima can tell: ptxas would else sink all of this below the wait for
+    settle(0, x, m, top, shrink);
+    exponentials<0>(s, top[0], top[0], sum);
+    settle(1, of_quad(y), m, top, shrink);
+    // A store that never happens, but only these numbers can tell: ptxas would else sink all of this below the wait for
     // the product under which it is meant to run.
-    ptx::computed(shrink[0] + shrink[1], base_);
+    ptx::computed(sum[0] + shrink[1], base_);
   }
 
-  // Weights 2^(s c - m c) as 16-bit operands, and their sums.
+  // Weights 2^(s c - m c) as 16-bit operands, and their sums. after: a number of the product under which raise ran.
+  // Most of the second row's exponentials need it: ptxas would else lift them above the wait for that product, and
+  // leave none for conversions to run under.
   __device__ __forceinline__ void weights(float (&s)[kS], unsigned (&w)[kS / 2], float (&l)[2], const float (&top)[2],
-                                          const float (&shrink)[2]) const {
-    float sum[2] = {0.0f, 0.0f};
+                                          const float (&shrink)[2], float (&sum)[2], float after) const {
+    if constexpr (Variant::use_softmax) exponentials<1>(s, top[1], fmaxf(top[1], ptx::after(after)), sum);
 #pragma unroll
     for (int n = 0; n < kS / 4; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float x = s[4 * n + 2 * half], y = s[4 * n + 2 * half + 1];
-        if constexpr (Variant::use_softmax) {
-          x = ptx::ex2(__fmaf_rn(x, unit(half), -top[half]));
-          y = ptx::ex2(__fmaf_rn(y, unit(half), -top[half]));
-          sum[half] = __fadd_rn(sum[half], __fadd_rn(x, y));
-        }
-        w[2 * n + half] = ptx::pack2<kH>(x, y);
+        w[2 * n + half] = ptx::pack2<kH>(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
       }
     if constexpr (!Variant::use_softmax) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) l[half] = __fmaf_rn(l[half], shrink[half], sum[half]);
   }
 
-  // Without asking whether it changes anything: where O is small, ptxas puts it among the exponentials.
-  __device__ __forceinline__ void rescale_always(float (&o)[kO], const float (&shrink)[2]) const {
+  __device__ __forceinline__ void rescale(float (&o)[kO], const float (&shrink)[2]) const {
     if constexpr (!Variant::use_softmax) return;
+    if (__all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < kO; ++i) o[i] *= shrink[i / 2 % 2];
   }
 
-  __device__ __forceinline__ void rescale(float (&o)[kO], const float (&shrink)[2]) const {
-    if constexpr (!Variant::use_softmax) return;
-    if (__all_sync(0xffffffffu, shrink[0] == 1.0f && shrink[1] == 1.0f)) return;
-    rescale_always(o, shrink);
+ private:
+  // A thread's largest score of a row, or m.
+  __device__ __forceinline__ static float largest(int half, const float (&s)[kS], float m) {
+    float chain[2] = {m, m};
+#pragma unroll
+    for (int n = 0; n < kS / 4; ++n) {
+      // the second row's chain is long, because its latency is hidden
+      chain[0] = fmaxf(chain[0], s[4 * n + 2 * half]);
+      chain[1 - half] = fmaxf(chain[1 - half], s[4 * n + 2 * half + 1]);
+    }
+    return half ? chain[0] : fmaxf(chain[0], chain[1]);
+  }
+
+  // The largest, or the smallest, of the bits of a thread's scores of a row and m.
+  template <bool kLargest>
+  __device__ __forceinline__ static int extreme(int half, const float (&s)[kS], float m) {
+    int chain[2] = {__float_as_int(m), __float_as_int(m)};
+#pragma unroll
+    for (int n = 0; n < kS / 4; ++n) {
+      const int x = __float_as_int(s[4 * n + 2 * half]), y = __float_as_int(s[4 * n + 2 * half + 1]);
+      chain[n % 2] = kLargest ? __vimax3_s32(chain[n % 2], x, y) : __vimin3_s32(chain[n % 2], x, y);
+    }
+    return kLargest ? max(chain[0], chain[1]) : min(chain[0], chain[1]);
+  }
+
+  __device__ __forceinline__ static float of_quad(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+  }
+
+  // x: the largest score of a row so far. m follows when it has fallen behind by more than a factor of 2^kSlack, so
+  // that O is seldom multiplied; weights are 2^kSlack at most. (The idea is FlashAttention-4's.)
+  __device__ __forceinline__ void settle(int half, float x, float (&m)[2], float (&top)[2], float (&shrink)[2]) const {
+    constexpr float kSlack = 8.0f;
+    const float before = __fmul_rn(m[half], unit(half)), now = __fmul_rn(x, unit(half));  // -inf stays -inf
+    const bool stays = __fsub_rn(now, before) <= kSlack;
+    // Rows that see nothing yet subtract 0: every weight is 2^-inf.
+    top[half] = x == neg_inf() ? 0.0f : stays ? before : now;
+    shrink[half] = ptx::ex2(__fsub_rn(before, top[half]));
+    m[half] = stays ? m[half] : x;
+  }
+
+  // 2^(s c - top) of one row, in place, and their sum; later: top, for all but the first pairs.
+  template <int kRow>
+  __device__ __forceinline__ void exponentials(float (&s)[kS], float top, float later, float (&sum)[2]) const {
+    sum[kRow] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kS / 4; ++n) {
+      float &x = s[4 * n + 2 * kRow], &y = s[4 * n + 2 * kRow + 1];
+      x = ptx::ex2(__fmaf_rn(x, unit(kRow), n < 4 ? -top : -later));
+      y = ptx::ex2(__fmaf_rn(y, unit(kRow), n < 4 ? -top : -later));
+      sum[kRow] = __fadd_rn(sum[kRow], __fadd_rn(x, y));
+    }
   }
 };
 
