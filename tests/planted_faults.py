@@ -328,6 +328,20 @@ CUDA_MUTANTS = (
         test=EMULATED_HOPPER + " -k 'boxes_and_keys and 16'",
     ),
     Mutant(
+        name="rows that see nothing above 0 follow their least score (Hopper)",
+        file=KERNELS + "hopper_softmax.cuh",
+        old="if (__any_sync(0xffffffffu, (a | b) < 0)) {",
+        new="if (false) {",
+        test=EMULATED_HOPPER + " -k 'courses and negative'",
+    ),
+    Mutant(
+        name="a maximum moves and its weights do not (Hopper)",
+        file=KERNELS + "hopper_softmax.cuh",
+        old="m[half] = stays ? m[half] : x;",
+        new="m[half] = x;",
+        test=EMULATED_HOPPER + " -k 'courses and slowly'",
+    ),
+    Mutant(
         name="the rest of a page is not cleared (Hopper)",
         file=KERNELS + "hopper_boxes.cuh",
         old="clear_rows(dst, max(min(to, L::kTile), 0), L::kTile);",

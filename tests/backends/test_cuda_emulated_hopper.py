@@ -17,6 +17,7 @@ from attnrt.backends.cuda import pack
 from attnrt.dtypes import as_dtype
 
 sys.path.insert(0, str(Path(__file__).parent))
+from courses import COURSES, along
 from emulated_hopper import EmulatedHopper
 from own_maps import own_maps
 
@@ -66,6 +67,23 @@ def test_sizes_about_a_tile(page_size):
     """Rows and keys one below, at and above a warpgroup's and a tile."""
     _, backend = right(spec(), lengths=([33, 64, 65, 66], [127, 128, 129, 66]), page_size=page_size)
     assert backend.seen == [page_size == 32]
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_courses_of_scores(masked, course):
+    """Maxima that rise by more or less than the kernel follows, and rows that see nothing above 0."""
+    s, rng = spec(head_dim=128, variant=v.custom_mask() if masked else v.full()), np.random.default_rng(8)
+    queries, keys = [70, 33], [560, 300]
+    case = along(testing.make_case(s, queries, keys, seed=5), course)
+    batch = testing.lay_out(case, page_size=16)
+    index = batch.index
+    if masked:
+        index = at.formats.tree(index, mask=[rng.random(x) < 0.8 for x in zip(queries, keys, strict=True)])
+    attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
+    plan = attn.plan(index)
+    out, lse = attn.run(batch.q, batch.kv, return_lse=True)
+    testing.check(plan, batch.q, batch.kv, out, lse)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -15,6 +15,7 @@ from attnrt.backends.cuda import driver
 from attnrt.testing.device import execute
 
 sys.path.insert(0, str(Path(__file__).parent))
+from courses import COURSES, along
 from gpu_arrays import World, head, to_host
 from gpu_arrays import spec_128 as spec
 from own_maps import own_maps
@@ -55,6 +56,18 @@ VARIANTS = {
 def test_variants(name):
     right(spec(variant=VARIANTS[name]))
     right(spec(variant=VARIANTS[name]), page_size=7)
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_courses_of_scores(dim, course):
+    """Maxima that rise by more or less than the kernel follows, and rows that see nothing above 0."""
+    s = spec(head_dim=dim, variant=v.full())
+    case = along(testing.make_case(s, [200, 130, 600], [333, 1130, 4500], seed=5), course)
+    batch = testing.lay_out(case, page_size=16)
+    result = testing.run_batch(case, batch, "nvrtc", device="cuda")
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv)
+    testing.compare(s, answer, result.out, result.lse)
 
 
 @pytest.mark.parametrize("name", ["causal", "softcap"])
