@@ -108,6 +108,10 @@ class Limits:
         launch for longer ones.
     min_qo_len : int, optional
         Queries of one request that has any, at least. A graph of long prompts then has no launch for decode steps.
+    kv_alignment : int, optional
+        Tokens, a power of two. KV blocks are multiples of it and lists begin in their requests at multiples of it; keys of a
+        ragged list lie side by side anyway. From 16 on, a graph over a cache whose tokens have one stride has no launch that
+        fetches keys one by one.
     """
 
     max_requests: int
@@ -121,9 +125,10 @@ class Limits:
     max_qo_len: int | None = None
     max_kv_len: int | None = None
     min_qo_len: int | None = None
+    kv_alignment: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"max_parts": 1, "max_workers": 1}
+        least = {"max_parts": 1, "max_workers": 1, "kv_alignment": 1}
         for item in fields(self):
             value = getattr(self, item.name)
             if value is None and item.default is None:
@@ -134,6 +139,8 @@ class Limits:
                     f"limits.{item.name}", f"must be an integer of at least {low}", repr(value)
                 )
             object.__setattr__(self, item.name, int(value))
+        if self.kv_alignment is not None and self.kv_alignment & (self.kv_alignment - 1):
+            raise ArgumentError("limits.kv_alignment", "must be a power of two", self.kv_alignment)
 
     def narrow(self, traits: Traits) -> Traits:
         """The traits with no more workers than a plan may use; teams keep their share of the machine."""
@@ -178,6 +185,21 @@ class Limits:
             if shortest < self.min_qo_len:
                 hint = "Nothing was written; plan longer requests or make the limit smaller"
                 raise LimitError("min_qo_len", shortest, self.min_qo_len, hint)
+        if self.kv_alignment is not None:
+            found = alignment_of(plan.parts)
+            if found and found % self.kv_alignment:
+                hint = "Nothing was written; plan larger blocks or make the limit smaller"
+                raise LimitError("kv_alignment", found & -found, self.kv_alignment, hint)
+
+
+def alignment_of(parts: Sequence[BlockSparse]) -> int:
+    """A number that every power of two divides at whose multiples keys lie side by side in all lists of a plan; 0: all do."""
+    found = 0
+    for part in parts:
+        found |= int(np.bitwise_or.reduce(part.kv_offset, initial=0))
+        if part.kv_base is None:
+            found |= part.block_size[1]
+    return found
 
 
 def _most(lens: np.ndarray, limit: int | None) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,10 @@ def limits_of(index: Any, case: Case) -> at.Limits:
         len(parts) > 1
     ):  # the leaves across the cuts, of at most 4096 keys, in single tokens and with mask bits
         more, masked = 4096 * len(case.lens), 512 * len(case.q) if bits else 0
+    # What an engine knows of its pages; cuts of shared prefixes may lie anywhere.
+    alignment = (
+        math.gcd(128, *(p.block_size[1] for p in parts if p.kv_base is None)) if len(parts) == 1 else 1
+    )
     return at.Limits(
         len(case.lens),
         len(case.q),
@@ -63,6 +68,7 @@ def limits_of(index: Any, case: Case) -> at.Limits:
         max_qo_len=int(case.qo_lens.max()),
         max_kv_len=int(case.lens.max()),
         min_qo_len=int(case.qo_lens.min()),
+        kv_alignment=alignment if alignment >= 16 else None,
     )
 
 

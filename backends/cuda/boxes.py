@@ -34,6 +34,7 @@ __all__ = [
     "geometry",
     "is_solid",
     "of_plan",
+    "promised",
     "tail",
 ]
 
@@ -109,6 +110,15 @@ def box_of(plan: Plan, call: Any, spec: Any) -> int:
         own = anywhere if is_linear(view) else min(in_pages, _log2_of_divisor(view.page_size))
         sizes.append(own)
     return min(sizes) if min(sizes) >= SMALLEST else NO_BOXES
+
+
+def promised(limits: Any, box: int, call: Any) -> int:
+    """log2 of the tokens of which limits say that they lie side by side in every plan, where the maps of these arrays, of
+    ``box`` under the plan at hand, serve all of them; 0: keys may come one by one."""
+    if limits is None or limits.kv_alignment is None or box == NO_BOXES:
+        return 0
+    size = _log2_of_divisor(limits.kv_alignment)
+    return size if size >= SMALLEST and is_linear(call.k) and is_linear(call.v) else 0
 
 
 def on_lines(call: Any, spec: Any) -> bool:

@@ -141,8 +141,8 @@ class Repeat:
     """
 
     __slots__ = (
-        *("_any_team", "_args", "_box", "_call", "_encoded", "_heads", "_kernel", "_limits", "_loaded"),
-        *("_mapped", "_maps", "_memory", "_names", "_params", "_record", "_run", "native"),
+        *("_aligned", "_any_team", "_args", "_box", "_call", "_encoded", "_heads", "_kernel", "_limits"),
+        *("_loaded", "_mapped", "_maps", "_memory", "_names", "_params", "_record", "_run", "native"),
     )
 
     def __init__(self, kernel: CudaKernel, call: Call, limits: Limits | None) -> None:
@@ -154,6 +154,7 @@ class Repeat:
         self._memory, self._args = kernel.arguments(call)
         self._maps = self._args + kernel.maps_at if kernel.maps_at else None
         self._box = self._encoded = boxes.NO_BOXES  # of the Hopper kernel, and of the maps
+        self._aligned = 0  # log2 of the tokens that lie side by side in every plan within limits; 0: too few
         self._mapped: tuple[int, bool] | None = None  # what the maps were chosen for
         record = self._record = ffi.new("attnrt_run_t *")
         record.args, record.forbid_capture = self._args, limits is None
@@ -174,6 +175,9 @@ class Repeat:
         words[0], words[1] = header, before | behind << 32
         if self._maps is not None and (self._any_team or pack.has_items(loaded.plan, TEAM)):
             self._box = boxes.box_of(loaded.plan, self._call, self._kernel.spec)
+            self._aligned = boxes.promised(self._limits, self._box, self._call)
+            if self._aligned:  # later plans of a graph read these maps, too
+                self._box = min(self._box, self._aligned)
         self._choose()
 
     def _new_maps(self, names: tuple[str, ...]) -> None:
@@ -193,7 +197,7 @@ class Repeat:
     def _choose(self, maps: bool = True) -> None:
         """Which kernels run, and how wide; without ``maps``, all of them key by key."""
         record, kernel, loaded = self._record, self._kernel, self._loaded
-        names = kernel.needs(loaded.plan, self._limits, self._box)
+        names = kernel.needs(loaded.plan, self._limits, self._box, self._aligned)
         if self._maps is not None:
             self._new_maps(names if maps else ())
         if names != self._names:
@@ -253,14 +257,17 @@ class CudaKernel:
         self.wide = WIDE if WIDE in programs.names else ATTEND
         self.maps_at = maps_offset(len(spec.composed.params)) if hopper else 0
 
-    def needs(self, plan: Plan, limits: Limits | None, box: int | None = None) -> tuple[str, ...]:
-        """Kernels that runs of a plan launch, in order; ``box`` is that of their arrays' maps (None: as large as the plan's).
+    def needs(
+        self, plan: Plan, limits: Limits | None, box: int | None = None, aligned: int = 0
+    ) -> tuple[str, ...]:
+        """Kernels that runs of a plan launch, in order; ``box`` is that of their arrays' maps (None: as large as the plan's),
+        ``aligned`` what limits promise of every plan's (``boxes.promised``).
 
         All but the merge overlap, so those with the largest CTAs come first, and the decode kernel's fill the multiprocessors
         that these leave. A captured graph outlives its plan: with limits they choose, else the plan.
         """
         if limits is not None:
-            names_within = self.needs_of(limits, box)
+            names_within = self.needs_of(limits, box, aligned)
             if not self._serve(names_within, plan):
                 raise PlanError(
                     "plan", "must be made within this attention's limits", None, "attn.plan(index)"
@@ -288,10 +295,12 @@ class CudaKernel:
             return False
         if short not in names and pack.has_items(plan, None):
             return False
+        if MERGE not in names and names != (DECODE,) and len(plan.merge):
+            return False
         folding = HOPPER_BOXES_FOLD in names or HOPPER_GATHER_FOLD in names
         return folding or not pack.has_items(plan, TEAM) or not pack.plan_folds(plan)
 
-    def needs_of(self, limits: Limits | None, box: int | None = None) -> tuple[str, ...]:
+    def needs_of(self, limits: Limits | None, box: int | None = None, aligned: int = 0) -> tuple[str, ...]:
         """Kernels that runs of any plan within limits launch; of None: all that there are."""
         if limits is None:
             return self.programs.names
@@ -307,12 +316,16 @@ class CudaKernel:
         if team:
             # No launch of the Hopper kernel starts while one before it runs: forms that are seldom meant go last. The form
             # that folds could do all, but takes 3 to 10 % longer (performance.md, Form 6).
-            folds = limits_fold(limits)
+            folds = limits_fold(self.spec, limits)
+            alone = not names and not folds and limits.max_parts == 1  # whole rows: there is nothing to merge
             by_key = _BY_KEY[folds]
             if box == boxes.NO_BOXES:
                 names = [by_key, *names]
             else:
-                names = [HOPPER_BOXES, *names, by_key, *((HOPPER_BOXES_FOLD,) if folds else ())]
+                seldom = () if aligned else (by_key,)
+                names = [HOPPER_BOXES, *names, *seldom, *((HOPPER_BOXES_FOLD,) if folds else ())]
+            if alone:
+                return tuple(names)
         return (DECODE,) if names == [DECODE] else (*names, MERGE)
 
     def counters(self, plan: Plan, limits: Limits | None) -> int:

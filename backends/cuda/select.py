@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnrt.backends.cuda.tables import DECODE_ROWS, WIDE, decode_blocks
+from attnrt.backends.cuda.tables import APPEND_ROWS, DECODE_ROWS, WIDE, decode_blocks
 from attnrt.scheduler.machines import APPEND_RULER
 
 if TYPE_CHECKING:
@@ -84,9 +84,11 @@ def limits_short(spec: AttentionSpec, limits: Limits) -> bool:
     return limits.min_qo_len is None or limits.min_qo_len * spec.group <= DECODE_ROWS
 
 
-def limits_fold(limits: Limits) -> bool:
+def limits_fold(spec: AttentionSpec, limits: Limits) -> bool:
     """Whether limits let a request of the Hopper kernel have several leaves: one of few queries, since prompts are one leaf."""
-    return limits.max_kv_len is None or APPEND_RULER.leaf_of(limits.max_kv_len - 1) > 0
+    if limits.max_kv_len is not None and APPEND_RULER.leaf_of(limits.max_kv_len - 1) == 0:
+        return False
+    return limits.min_qo_len is None or limits.min_qo_len * spec.group <= APPEND_ROWS
 
 
 def merge_counters(plan: Plan) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attnrt.spec import AttentionSpec
 
 __all__ = [
+    "APPEND_ROWS",
     "DECODE_ROWS",
     "HOPPER",
     "WIDE",
@@ -174,6 +175,9 @@ WIDE, HOPPER = "wide", "hopper"
 #: Query-head rows of a request up to which it is a decode step: the class of its own bits, on every device.
 DECODE_ROWS = 64
 
+#: And up to which it is an append, whose leaves of 4096 keys several workers may take. Longer ones are one leaf.
+APPEND_ROWS = 2048
+
 #: K and V that the Hopper kernel's workers read at one time: what stays in an H200's second-level cache beside the Q and the
 #: results that pass through it (measured: performance.md).
 SECTION_BYTES = 8 << 20
@@ -291,7 +295,7 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
         long = (wide.kv_tile, wide.rows) if wide is not None else (config.kv_tile, many)
         classes = (
             klass("decode", DECODE_ROWS, decode_ruler(spec), config.kv_tile, many),
-            klass("append", 2048, APPEND_RULER, *long),
+            klass("append", APPEND_ROWS, APPEND_RULER, *long),
             klass("prefill", None, ONE_LEAF, *long),
         )
     # In units of one key of one KV head read from memory. A tile of 16 rows costs its loads; each further row block adds the

@@ -151,8 +151,28 @@ def test_limits_read():
     assert at.Limits(np.int64(3), 4, 5).max_requests == 3
     with pytest.raises(at.ArgumentError, match="max_parts"):
         at.Limits(1, 1, 1, max_parts=0)
+    with pytest.raises(at.ArgumentError, match="kv_alignment must be a power of two"):
+        at.Limits(1, 1, 1, kv_alignment=24)
     with pytest.raises(at.ArgumentError, match="limits must be given with buffer"):
         at.Workspace([spec_of()], buffer=np.empty(10, np.uint8), backend="reference")
+
+
+def test_blocks_that_lie_at_multiples(backend):
+    """Pages of 32 and ragged lists keep a promise of 16, pages of 24 and single tokens do not."""
+    attn = at.Attention(spec_of(), backend=backend, limits=at.Limits(2, 9, 200, kv_alignment=16))
+    ends, keys = np.array([0, 2, 9], np.int32), np.array([40, 70], np.int32)
+
+    def pages(size):
+        counts = -(-keys // size)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        return at.formats.paged(ends, starts, np.arange(starts[-1], dtype=np.int32), keys, size)
+
+    attn.plan(at.formats.ragged(ends, np.array([0, 41, 110], np.int32)))
+    attn.plan(pages(32))
+    for size, needed in ((24, 8), (1, 1)):
+        with pytest.raises(at.LimitError, match="kv_alignment must be at most") as caught:
+            attn.plan(pages(size))
+        assert (caught.value.limit, caught.value.needed, caught.value.given) == ("kv_alignment", needed, 16)
 
 
 def test_long_rows_stay_whole_without_slots(backend):

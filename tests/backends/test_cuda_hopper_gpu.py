@@ -300,6 +300,21 @@ def test_a_graph_of_promised_lengths(longest):
     graph_serves(limits, ([20, 40], [100, 300]), later)
 
 
+@pytest.mark.parametrize(("shortest", "longest"), [(17, 4096), (17, 6000), (1, 6000)])
+def test_a_graph_of_aligned_blocks(shortest, longest):
+    """No launch for keys one by one; where requests are one leaf and none is a decode step, one launch in all."""
+
+    def later(world):
+        return (
+            world.index([200, 0], [333, 900]),
+            world.index([17, 100, 30], [longest, 100, 999]),
+            world.index([shortest, 33], [777, 40]),
+        )
+
+    limits = at.Limits(16, 256, 8192, max_kv_len=longest, min_qo_len=shortest, kv_alignment=16)
+    graph_serves(limits, ([20, 40], [100, 300]), later)
+
+
 def test_true_lengths_on_the_device():
     import torch
 
