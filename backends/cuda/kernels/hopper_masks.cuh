@@ -25,8 +25,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
   static constexpr bool kByRuns = Variant::mask_is_interval && !Variant::reads_index_mask;
   struct View {
     bool all;
-    unsigned bits[kParts][2];  // what each row sees of 32 keys, from this thread's first key on; look_at_run: its run
-    unsigned partial;          // bit p: some row of the warp does not see all of part p
+    unsigned bits[2];  // of this thread's keys by row: bit 2 n + e is key 8 n + 2 (lane % 4) + e of the tile
   };
 
   __device__ __forceinline__ void load_rows(Row (&rows)[2]) {
@@ -54,15 +53,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
     unsigned own[2];
     if (ahead_.offset != offset) fetch_words(rows, offset);
     look_at_own(own, rows, offset);
-    const unsigned hidden = __ballot_sync(0xffffffffu, (own[0] & own[1]) != 0xffffffffu);
-    constexpr unsigned kEvery = kParts == 4 ? 0x11111111u : 0x55555555u;
-    view.partial = 0;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      view.partial |= (hidden & kEvery << part ? 1u : 0u) << part;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) view.bits[part][half] = bits_of(own, part, half);
-    }
+    deal(view.bits, own);
   }
 
   // What this thread's rows see of the part that is this lane's. The tile's words are there or on their way, and those
@@ -127,17 +118,29 @@ class HopperMasks : public HopperRows<Config, Variant> {
     }
   }
 
-  __device__ __forceinline__ unsigned bits_of(const unsigned (&own)[2], int part, int half) const {
-    return __shfl_sync(0xffffffffu, own[half], part, 4) >> lane_ % 4 * 2;
+  // This thread's keys from what lanes of the quad know of their parts.
+  __device__ __forceinline__ void deal(unsigned (&bits)[2], const unsigned (&own)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      bits[half] = 0;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        bits[half] |= mine(__shfl_sync(0xffffffffu, own[half], part, 4)) << part * 8;
+      }
+    }
+  }
+
+  // Of bits of 32 keys those of this thread's eight: pairs at every eighth bit, brought together by a product.
+  __device__ __forceinline__ unsigned mine(unsigned bits) const {
+    return (bits >> lane_ % 4 * 2 & 0x03030303u) * 0x01041040u >> 24;
   }
 
   // Hides scores by what lanes know of their parts. A tile is masked whole or not at all: no branch but one.
   __device__ __forceinline__ void mask_own(float (&s)[kS], const unsigned (&own)[2]) const {
     if (__all_sync(0xffffffffu, (own[0] & own[1]) == 0xffffffffu)) return;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) mask_part(s, bits_of(own, part, half), part, half);
+    unsigned bits[2];
+    deal(bits, own);
+    mask_bits(s, bits);
   }
 
   // Only words that hold a bit of a key that the row sees, and of a row's last ones only bytes that do.
@@ -191,47 +194,18 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
   // ------------------------------------------------------------------ masks by position
 
-  // Where positions run on, a row sees one run of offsets: two numbers say it all, counted from this thread's first
-  // key. Bits of `partial`, by half of the tile: 0 and 1 if the run of some row of the warp ends before the half does,
-  // 2 and 3 if one begins after it.
+  // Where positions run on, a row sees one run of offsets.
   __device__ __forceinline__ void look_at_run(View& view, const Row (&rows)[2], int offset) const {
-    const int last = min(rows[0].last, rows[1].last) - offset, first = max(rows[0].first, rows[1].first) - offset;
-    view.partial = 0;
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      view.partial |= (__any_sync(0xffffffffu, last < (part + 1) * (L::kTile / 2)) ? 1u : 0u) << part;
-      view.partial |= (__any_sync(0xffffffffu, first > part * (L::kTile / 2)) ? 4u : 0u) << part;
-    }
-  }
-  __device__ __forceinline__ void mask_run(float (&s)[kS], const View& view, const Row (&rows)[2], int offset) const {
-    int bound[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      bound[0][half] = rows[half].last - offset - lane_ % 4 * 2;
-      bound[1][half] = rows[half].first - offset - lane_ % 4 * 2;
-    }
-
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-#pragma unroll
-      for (int end = 0; end < 2; ++end) {
-        if (!(view.partial >> (part + 2 * end) & 1)) continue;
-#pragma unroll
-        for (int i = part * (kS / 2); i < (part + 1) * (kS / 2); ++i) {
-          const int key = i / 4 * 8 + i % 2, at = bound[end][i / 2 % 2];
-          const bool seen = end == 0 ? key < at : key >= at;
-          s[i] = seen ? s[i] : hidden_score();
-        }
-      }
+      view.bits[half] =
+          low_bits(keys_before(rows[half].last - offset)) & ~low_bits(keys_before(rows[half].first - offset));
     }
   }
-
-  // From bits of 32 keys to those from this thread's first key on.
-  __device__ __forceinline__ void finish_part(View& view, int part) const {
-    const bool partial = (view.bits[part][0] & view.bits[part][1]) != 0xffffffffu;
-    view.partial |= (__any_sync(0xffffffffu, partial) ? 1u : 0u) << part;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) view.bits[part][half] >>= lane_ % 4 * 2;
+  // How many of the first n keys of a tile are this thread's.
+  __device__ __forceinline__ int keys_before(int n) const {
+    const int from = max(n - lane_ % 4 * 2, 0);
+    return from / 8 * 2 + min(from % 8, 2);
   }
 
   // Key by key only where neither positions run on nor those of 32 keys, or where a hook decides, in loops that are not
@@ -249,17 +223,17 @@ class HopperMasks : public HopperRows<Config, Variant> {
       if (view.all) return;
       runs = __all_sync(0xffffffffu, range.kind & kKeysRun);
     }
-    view.partial = 0;
-#pragma unroll
+    view.bits[0] = view.bits[1] = 0;
+#pragma unroll 1
     for (int part = 0; part < kParts; ++part) {
+      unsigned bits[2];
+      if (!runs) key_bits(bits, rows, wanted, t, offset, part);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        unsigned& bits = view.bits[part][half];
-        const int at = offset + part * 32;
-        bits = runs ? run_bits(wanted[half], t, offset, part) : key_bits(rows[half], wanted[half], t, offset, part);
-        if constexpr (Variant::reads_index_mask) bits = masked_bits(wanted[half], at, bits);
+        if (runs) bits[half] = run_bits(wanted[half], t, offset, part);
+        if constexpr (Variant::reads_index_mask) bits[half] = masked_bits(wanted[half], offset + part * 32, bits[half]);
+        view.bits[half] |= mine(bits[half]) << part * 8;
       }
-      finish_part(view, part);
     }
   }
 
@@ -299,21 +273,27 @@ class HopperMasks : public HopperRows<Config, Variant> {
     return (high < 0 ? 0u : 0xffffffffu >> (31 - min(high, 31))) & (low > 31 ? 0u : 0xffffffffu << max(low, 0));
   }
 
-  // The same for any keys: this thread's eight of them, the others 0.
-  __device__ __forceinline__ unsigned key_bits(const Row& row, const Wanted& wanted, int t, int offset,
-                                               int part) const {
-    unsigned bits = 0;
+  // The same of both rows for any keys: this thread's eight of them, the others 0.
+  __device__ __forceinline__ void key_bits(unsigned (&bits)[2], const Row (&rows)[2], const Wanted (&wanted)[2], int t,
+                                           int offset, int part) const {
+    bits[0] = bits[1] = 0;
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) {
       const int place = i / 2 * 8 + lane_ % 4 * 2 + i % 2, key = part * 32 + place;
-      Ctx c = row.ctx;
-      c.kv_pos = meta_.pos[t % L::kStages][key];
-      if constexpr (L::kNeedsSlots) c.kv_slot = meta_.slot[t % L::kStages][key];
-      bool yes = c.kv_pos >= wanted.low && c.kv_pos <= wanted.high && offset + key < wanted.limit;
-      if constexpr (!Variant::mask_is_interval) yes = yes && Variant::mask(params_, row.hook, c);
-      bits |= (yes ? 1u : 0u) << place;
+      const int pos = meta_.pos[t % L::kStages][key];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Wanted& row = wanted[half];
+        bool yes = pos >= row.low && pos <= row.high && offset + key < row.limit;
+        if constexpr (!Variant::mask_is_interval) {
+          Ctx c = rows[half].ctx;
+          c.kv_pos = pos;
+          if constexpr (L::kNeedsSlots) c.kv_slot = meta_.slot[t % L::kStages][key];
+          yes = yes && Variant::mask(params_, rows[half].hook, c);
+        }
+        bits[half] |= (yes ? 1u : 0u) << place;
+      }
     }
-    return bits;
   }
 
   // Bits of 32 keys from offset `start` on, and the index's mask. Only bytes of keys that are seen are read.
@@ -334,28 +314,13 @@ class HopperMasks : public HopperRows<Config, Variant> {
     return bits & (found | ~asked);
   }
 
-  // Two instructions per score, none where all is seen.
-  __device__ __forceinline__ void mask_bits(float (&s)[kS], const View& view, const Row (&rows)[2], int offset) const {
-    if constexpr (kByRuns) {
-      if (runs_) return mask_run(s, view, rows, offset);
+  // One instruction per score, and one for eight. `bits`: View::bits.
+  __device__ __forceinline__ void mask_bits(float (&s)[kS], const unsigned (&bits)[2]) const {
+#pragma unroll
+    for (int i = 0; i < kS; ++i) {
+      const int key = i / 4 * 2 + i % 2;
+      s[i] = bits[i / 2 % 2] >> key & 1 ? s[i] : hidden_score();
     }
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (!(view.partial >> part & 1)) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) mask_part(s, view.bits[part][half], part, half);
-    }
-  }
-
-  // `bits`: from this thread's first key of the part on.
-  __device__ __forceinline__ void mask_part(float (&s)[kS], unsigned bits, int part, int half) const {
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& x = s[16 * part + 4 * n + 2 * half + e];
-        x = bits >> (n * 8 + e) & 1 ? x : hidden_score();
-      }
   }
 
   __device__ __forceinline__ static float hidden_score() { return Variant::use_softmax ? neg_inf() : 0.0f; }

@@ -82,7 +82,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
       for (int i = 0; i < kS; ++i) s[i] = -s[i];
     }
     if (view.all) return;
-    mask_bits(s, view, rows, offset);
+    mask_bits(s, view.bits);
   }
 
   // The new maxima; top is what exponents subtract, shrink what l and O have to be multiplied by. Where there is a
