@@ -96,13 +96,24 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   }
 
   // ------------------------------------------------------------------ results
-  // Accumulators of one of a thread's rows, elements 8 n + 2 (lane % 4) + e at 2 n + e, and so many at a time:
-  // registers are full here.
-  static constexpr int kPart = kO / 2, kMost = L::kHooks ? 8 : 16, kChunk = kMost < kPart ? kMost : kPart;
+  // Registers of O that are taken at a time, 32 columns of both rows: registers are full here.
+  static constexpr int kChunk = 16;
+  struct Chunk {
+    float x[kChunk];
+  };
+  __device__ __forceinline__ static Chunk chunk(const float (&o)[kO], int first) {
+    Chunk y;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) y.x[i] = o[first + i];
+    return y;
+  }
+  // Numbers of four bytes are written in one way, whatever the strides.
+  static constexpr bool kStraight = kBytes<Config::out_type> == 4;
 
   // What becomes of a leaf: folded onto those before it, stored as a state, or, at the end of its pass, finished rows.
   // O itself stays as it is: a changed O that came back into the loop by a branch would make ptxas serialise the
-  // products (C7514).
+  // products (C7514). Rows that cannot be written in the usual way wait in local memory, so that their code is there
+  // once and not once for each register: the time to compile a variant goes with its instructions.
   __device__ __forceinline__ void results(Closing& closing, int pass, int leaf, bool ends, const float (&o)[kO],
                                           float* total) const {
     Fold fold[2];
@@ -112,22 +123,103 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
       if (closing.folds) fold_heads(closing, fold, total);
       find_places(closing, pass, leaf);
     }
-    if constexpr (L::kStaged) {
-      if (!closing.folds && stageable(closing)) return store_staged(closing, o);
+    alignas(16) float held[Config::folds ? 4 : kO];
+    float* const to = Config::folds ? total : held;
+    const bool vectors = kStraight || vectorised();
+    bool waits = false;
+    if (closing.folds) {
+      waits = fold_results(closing, fold, vectors, o, to);
+    } else if (closing.fate != Fate::nothing) {
+      waits = store_results(closing, vectors, o, to);
+    }
+    if (waits) store_waiting(closing, vectors, to);
+  }
+
+  // A leaf's states or rows; true: its rows are in `held` and wait.
+  __device__ __forceinline__ bool store_results(const Closing& closing, bool vectors, const float (&o)[kO],
+                                                float* held) const {
+    if (closing.fate == Fate::state) {
+      const States to = states_of(closing);
+#pragma unroll
+      for (int first = 0; first < kO; first += kChunk) store_state(closing, to, first / 4, chunk(o, first).x);
+      return false;
+    }
+    if (kStraight || (vectors && all_have_keys(closing))) {
+      const Rows to = rows_of(closing);
+#pragma unroll
+      for (int first = 0; first < kO; first += kChunk) store_rows<false>(closing, to, first / 4, chunk(o, first).x);
+      return false;
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < kO; i += 4) put(held + i, o[i], o[i + 1], o[i + 2], o[i + 3]);
+    return true;
+  }
+
+  // The same of a leaf that is folded onto `total`: it stays there, but for what the last leaf leaves.
+  __device__ __forceinline__ bool fold_results(const Closing& closing, const Fold (&fold)[2], bool vectors,
+                                               const float (&o)[kO], float* total) const {
+    States states;
+    if (closing.fate == Fate::state) states = states_of(closing);
+    const Rows rows = rows_of(closing);
 #pragma unroll
-      for (int first = 0; first < kPart; first += kChunk) {
-        float x[kChunk];
+    for (int first = 0; first < kO; first += kChunk) {
+      Chunk y = chunk(o, first);
+      if (!closing.first) fold_chunk(fold, y.x, total + first);
+      if (closing.fate == Fate::state) {
+        store_state(closing, states, first / 4, y.x);
+      } else if (closing.fate == Fate::rows && vectors) {
+        store_rows<true>(closing, rows, first / 4, y.x);
+      } else {
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) x[i] = o[(first + i) / 2 * 4 + 2 * half + i % 2];
-        if constexpr (Config::folds) {
-          if (closing.folds) fold_chunk(closing, fold[half], x, total + half * kPart + first);
-        }
-        if (closing.fate == Fate::state) store_state(closing, half, first / 2, x);
-        if (closing.fate == Fate::rows) finish(closing, half, first / 2, x);
+        for (int i = 0; i < kChunk; i += 4) put(total + first + i, y.x[i], y.x[i + 1], y.x[i + 2], y.x[i + 3]);
       }
+    }
+    return closing.fate == Fate::rows && !vectors;
+  }
+
+  // Rows that wait, in a loop: local memory is as far away as any, but they are few.
+  __device__ __forceinline__ void store_waiting(const Closing& closing, bool vectors, const float* from) const {
+    const Rows to = rows_of(closing);
+#pragma unroll 1
+    for (int first = 0; first < kO; first += kChunk) {
+      float x[kChunk];
+#pragma unroll
+      for (int i = 0; i < kChunk; i += 4) {
+        const float4 y = get(from + first + i);
+        x[i] = y.x;
+        x[i + 1] = y.y;
+        x[i + 2] = y.z;
+        x[i + 3] = y.w;
+      }
+      if (vectors) {
+        store_rows<true>(closing, to, first / 4, x);
+      } else {
+        store_elements(closing, first / 4, x);
+      }
+    }
+  }
+
+  // Where a thread's pieces of its rows go, found once: behind a branch it would be found anew for each of them. The
+  // address of states comes from memory, so that only who stores some asks for it.
+  struct Rows {
+    char* at[2];
+  };
+  struct States {
+    float* at[2];
+  };
+  __device__ __forceinline__ Rows rows_of(const Closing& closing) const {
+    Rows x;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) x.at[half] = p_.out + closing.to[half] * 2 + lane_ % 4 * 16;
+    return x;
+  }
+  __device__ __forceinline__ States states_of(const Closing& closing) const {
+    States x;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      x.at[half] = p_.plan->partial_acc + closing.to[half] * L::kDimVo + lane_ % 4 * 2;
+    }
+    return x;
   }
 
   __device__ __forceinline__ static float4 get(const volatile float* p) { return make_float4(p[0], p[1], p[2], p[3]); }
@@ -150,38 +242,34 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     }
     if (closing.fate == Fate::nothing) put(total + kO, closing.m[0], closing.m[1], closing.l[0], closing.l[1]);
   }
-  __device__ __forceinline__ void fold_chunk(const Closing& closing, const Fold& fold, float (&x)[kChunk],
-                                             float* total) const {
-    if (!closing.first) {
-      float4 before[kChunk / 4];
+  __device__ __forceinline__ void fold_chunk(const Fold (&fold)[2], float (&x)[kChunk], float* total) const {
+    float4 before[kChunk / 4];
 #pragma unroll
-      for (int i = 0; i < kChunk / 4; ++i) before[i] = get(total + 4 * i);
+    for (int i = 0; i < kChunk / 4; ++i) before[i] = get(total + 4 * i);
 #pragma unroll
-      for (int i = 0; i < kChunk / 4; ++i) {
-        x[4 * i] = fold_acc(fold, before[i].x, x[4 * i]);
-        x[4 * i + 1] = fold_acc(fold, before[i].y, x[4 * i + 1]);
-        x[4 * i + 2] = fold_acc(fold, before[i].z, x[4 * i + 2]);
-        x[4 * i + 3] = fold_acc(fold, before[i].w, x[4 * i + 3]);
-      }
-    }
-    if (closing.fate != Fate::nothing) return;
-#pragma unroll
-    for (int i = 0; i < kChunk / 4; ++i) {
-      put(total + 4 * i, x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    for (int i = 0; i < kChunk; i += 4) {
+      x[i] = fold_acc(fold[0], before[i / 4].x, x[i]);
+      x[i + 1] = fold_acc(fold[0], before[i / 4].y, x[i + 1]);
+      x[i + 2] = fold_acc(fold[1], before[i / 4].z, x[i + 2]);
+      x[i + 3] = fold_acc(fold[1], before[i / 4].w, x[i + 3]);
     }
   }
 
-  __device__ __forceinline__ void store_state(const Closing& closing, int half, int group,
+  // Functions of x write groups of 8 columns from `group` on: registers 2 half + e of each, columns 2 (lane % 4) + e.
+  __device__ __forceinline__ void store_state(const Closing& closing, const States& to, int group,
                                               const float (&x)[kChunk]) const {
-    const long long at = closing.to[half];
-    if (at == kNothing) return;
-    if (group == 0 && lane_ % 4 == 0) {
-      reinterpret_cast<float2*>(p_.plan->partial_ml)[at] = make_float2(closing.m[half], closing.l[half]);
-    }
-    float* to = p_.plan->partial_acc + at * L::kDimVo + lane_ % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < kChunk / 2; ++n) {
-      *reinterpret_cast<float2*>(to + (group + n) * 8) = make_float2(x[2 * n], x[2 * n + 1]);
+    for (int half = 0; half < 2; ++half) {
+      if (closing.to[half] == kNothing) continue;
+      if (group == 0 && lane_ % 4 == 0) {
+        reinterpret_cast<float2*>(p_.plan->partial_ml)[closing.to[half]] =
+            make_float2(closing.m[half], closing.l[half]);
+      }
+#pragma unroll
+      for (int n = 0; n < kChunk / 4; ++n) {
+        *reinterpret_cast<float2*>(to.at[half] + (group + n) * 8) =
+            make_float2(x[4 * n + 2 * half], x[4 * n + 2 * half + 1]);
+      }
     }
   }
 
@@ -192,109 +280,105 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     return x;
   }
 
-  // Divides and writes rows: 16 bytes at a time where the output allows it, else element by element, in code of its
-  // own: a branch inside the loop cost more than everything else here.
-  __device__ __forceinline__ void finish(const Closing& closing, int half, int group, const float (&x)[kChunk]) const {
-    if constexpr (kBytes<Config::out_type> == 2) {
-      const bool vectors =
-          ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
-      if (vectors) return store_rows(closing, half, group, x);
-    }
-    if (closing.to[half] == kNothing) return;
-    auto* out = reinterpret_cast<typename Bits<Config::out_type>::type*>(p_.out) + closing.to[half] + lane_ % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < kChunk / 2; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int col = (group + n) * 8 + e;
-        const float y = finished(closing.ctx[half], closing.row[half], col + lane_ % 4 * 2, x[2 * n + e]);
-        out[col] = from_float<Config::out_type>(y);
-      }
+  // Whether rows are written 16 bytes at a time.
+  __device__ __forceinline__ bool vectorised() const {
+    return kBytes<Config::out_type> == 2 &&
+           ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
   }
-
-  // Whether rows may go by store_staged: they are finished, 16 bytes at a time, and none is without keys.
-  __device__ __forceinline__ bool stageable(const Closing& closing) const {
-    const bool vectors =
-        ((reinterpret_cast<unsigned long long>(p_.out) | (p_.out_stride_row | p_.out_stride_head) * 2) & 15) == 0;
+  __device__ __forceinline__ bool all_have_keys(const Closing& closing) const {
     bool empty = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       empty = empty || (closing.to[half] != kNothing && closing.row[half].inverse == 0.0f);
     }
-    return closing.fate == Fate::rows && vectors && !__any_sync(0xffffffffu, empty);
+    return !__any_sync(0xffffffffu, empty);
   }
 
-  // Writes a warp's rows by way of its own shared memory, 32 columns at a time: 16 rows of 64 bytes, whose 16-byte
-  // pieces change places so that no bank is asked twice. This code runs once a pass, at the speed of instruction fetch:
-  // the fewer instructions, the better.
-  __device__ __forceinline__ void store_staged(const Closing& closing, const float (&o)[kO]) const {
-    constexpr ptx::Half16 kOut = kHalf<Config::out_type>;
+  __device__ __forceinline__ void store_elements(const Closing& closing, int group, const float (&x)[kChunk]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (closing.to[half] == kNothing) continue;
+      auto* out = reinterpret_cast<typename Bits<Config::out_type>::type*>(p_.out) + closing.to[half] + lane_ % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kChunk / 4; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = (group + n) * 8 + e;
+          out[at] = from_float<Config::out_type>(
+              finished(closing.ctx[half], closing.row[half], at + lane_ % 4 * 2, x[4 * n + 2 * half + e]));
+        }
+    }
+  }
+
+  // Divides and writes 32 columns. kEmpty: some row may be without keys. Once a pass, at the speed of instruction
+  // fetch: the fewer instructions, the better.
+  template <bool kEmpty>
+  __device__ __forceinline__ void store_rows(const Closing& closing, const Rows& to, int group,
+                                             const float (&x)[kChunk]) const {
+    if constexpr (kStraight) {
+      store_elements(closing, group, x);
+    } else {
+      unsigned y[kChunk / 4][2];
+#pragma unroll
+      for (int n = 0; n < kChunk / 4; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const FinishRow& row = closing.row[half];
+          const int at = 4 * n + 2 * half, col = (group + n) * 8 + lane_ % 4 * 2;
+          if constexpr (kEmpty || Variant::has_output) {
+            y[n][half] = pair(finished(closing.ctx[half], row, col, x[at]),
+                              finished(closing.ctx[half], row, col + 1, x[at + 1]));
+          } else {
+            y[n][half] = pair(__fmul_rn(x[at], row.inverse), __fmul_rn(x[at + 1], row.inverse));
+          }
+        }
+      if constexpr (L::kStaged) {
+        store_staged(closing, to, group, y);
+      } else {
+        store_exchanged(closing, to, group, y);
+      }
+    }
+  }
+  __device__ __forceinline__ static unsigned pair(float x, float y) {
+    return ptx::pack2<kHalf<Config::out_type>>(x, y);
+  }
+
+  // By way of the warp's own shared memory: 16 rows of 64 bytes, whose 16-byte pieces change places so that no bank is
+  // asked twice.
+  __device__ __forceinline__ void store_staged(const Closing& closing, const Rows& to, int group,
+                                               const unsigned (&y)[kChunk / 4][2]) const {
     const int g = lane_ / 4, t = lane_ % 4;
     const unsigned own = ptx::smem_addr(meta_.staged[this->group_ * 4 + this->warp_]);
     // As a lane of st_matrices: row lane % 16, pieces 0 and 1 by lane / 16 (2 and 3: xor 32).
     const unsigned put = own + lane_ % 16 * 64 + ((lane_ / 16 ^ lane_ / 2 % 4) * 16);
     const unsigned get = own + g * 64 + ((t ^ g / 2 % 4) * 16);  // row g; row g + 8 lies 512 bytes on
-    char* out[2];
+    if (group > 0) __syncwarp();
+    ptx::st_matrices(put, y[0][0], y[0][1], y[1][0], y[1][1]);
+    ptx::st_matrices(put ^ 32, y[2][0], y[2][1], y[3][0], y[3][1]);
+    __syncwarp();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) out[half] = p_.out + closing.to[half] * 2 + t * 16;
-#pragma unroll
-    for (int n = 0; n < kO / 4; n += 4) {  // of 8 columns
-      unsigned y[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int half = i % 2, at = (n + i / 2) * 4 + 2 * half, col = (n + i / 2) * 8 + t * 2;
-        if constexpr (Variant::has_output) {
-          y[i] = ptx::pack2<kOut>(finished(closing.ctx[half], closing.row[half], col, o[at]),
-                                  finished(closing.ctx[half], closing.row[half], col + 1, o[at + 1]));
-        } else {
-          y[i] = ptx::pack2<kOut>(__fmul_rn(o[at], closing.row[half].inverse),
-                                  __fmul_rn(o[at + 1], closing.row[half].inverse));
-        }
-      }
-      if (n > 0) __syncwarp();
-      ptx::st_matrices(put, y[0], y[1], y[2], y[3]);
-      ptx::st_matrices(put ^ 32, y[4], y[5], y[6], y[7]);
-      __syncwarp();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        unsigned x[4];
-        ptx::ld_shared16(x, get + half * 512);
-        if (closing.to[half] != kNothing) {
-          *reinterpret_cast<uint4*>(out[half] + n * 16) = make_uint4(x[0], x[1], x[2], x[3]);
-        }
-      }
+    for (int half = 0; half < 2; ++half) {
+      unsigned x[4];
+      ptx::ld_shared16(x, get + half * 512);
+      if (closing.to[half] != kNothing) store16(to.at[half] + group * 16, x);
     }
+  }
+  __device__ __forceinline__ static void store16(char* to, const unsigned (&x)[4]) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
   }
 
   // A quad holds four columns' worth of 16 bytes in pairs of elements: a 4 x 4 transposition among its lanes gives each
   // lane 16 bytes of its own.
-  __device__ __forceinline__ void store_rows(const Closing& closing, int half, int group,
-                                             const float (&x)[kChunk]) const {
-    const int lane = lane_ % 4;
-    constexpr ptx::Half16 kOut = kHalf<Config::out_type>;
-    const float inverse = closing.row[half].inverse;
-    char* out = p_.out + closing.to[half] * 2 + lane * 16;
+  __device__ __forceinline__ void store_exchanged(const Closing& closing, const Rows& to, int group,
+                                                  const unsigned (&y)[kChunk / 4][2]) const {
 #pragma unroll
-    for (int n = 0; n < kChunk / 2; n += 4) {
-      unsigned y[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 2 * (n + i), col = (group + n + i) * 8 + lane * 2;
-        if constexpr (Variant::has_output) {
-          y[i] = ptx::pack2<kOut>(finished(closing.ctx[half], closing.row[half], col, x[at]),
-                                  finished(closing.ctx[half], closing.row[half], col + 1, x[at + 1]));
-        } else {
-          y[i] = ptx::pack2<kOut>(__fmul_rn(x[at], inverse), __fmul_rn(x[at + 1], inverse));
-          y[i] = inverse == 0.0f ? 0u : y[i];
-        }
-      }
-      transpose<1>(y[0], y[1]);
-      transpose<1>(y[2], y[3]);
-      transpose<2>(y[0], y[2]);
-      transpose<2>(y[1], y[3]);
-      if (closing.to[half] != kNothing) {
-        *reinterpret_cast<uint4*>(out + (group + n) * 16) = make_uint4(y[0], y[1], y[2], y[3]);
-      }
+    for (int half = 0; half < 2; ++half) {
+      unsigned x[4] = {y[0][half], y[1][half], y[2][half], y[3][half]};
+      transpose<1>(x[0], x[1]);
+      transpose<1>(x[2], x[3]);
+      transpose<2>(x[0], x[2]);
+      transpose<2>(x[1], x[3]);
+      if (closing.to[half] != kNothing) store16(to.at[half] + group * 16, x);
     }
   }
 
