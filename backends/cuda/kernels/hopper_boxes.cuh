@@ -92,11 +92,15 @@ class HopperBoxes : public HopperPasses<Config, Variant, Loading::boxes> {
     }
   }
 
-  __device__ __forceinline__ void clear_rows(unsigned tile, int first, int stop) const {
-    for (int i = lane_; i < (stop - first) * 8; i += 32) {
+  // Rows of a tile before `from` and from `to` on.
+  __device__ __forceinline__ void clear_rows(unsigned tile, int from, int to) const {
+#pragma unroll 1
+    for (int after = 0; after < 2; ++after) {
+      const int first = after ? max(min(to, L::kTile), 0) : 0, stop = after ? L::kTile : min(max(from, 0), L::kTile);
+#pragma unroll 1
+      for (int i = first * 8 + lane_; i < stop * 8; i += 32) {
 #pragma unroll
-      for (int c = 0; c < L::kRawSlabsV; ++c) {
-        ptx::fill_shared16(tile + c * L::kSlabKv + first * 128 + i * 16, 0);
+        for (int c = 0; c < L::kRawSlabsV; ++c) ptx::fill_shared16(tile + c * L::kSlabKv + i * 16, 0);
       }
     }
   }
@@ -125,7 +129,7 @@ class HopperBoxes : public HopperPasses<Config, Variant, Loading::boxes> {
       issue(map, values, buffer, place);
       ATTNRT_TRACE(values ? 5 : 4, t, 2);
       if (!values) {
-#pragma unroll
+#pragma unroll 1
         for (int part = 0; tells(tile) && part < L::kTile / 32; ++part) {
           const int key = part * 32 + lane_, box = key >> maps_.box_log2, rest = key - (box << maps_.box_log2);
           const long long first = __shfl_sync(0xffffffffu, slot, box);
@@ -135,8 +139,7 @@ class HopperBoxes : public HopperPasses<Config, Variant, Loading::boxes> {
       } else if (patched) {
         ptx::mbar_wait(bar(meta_.patch), patches & 1);
         ++patches;
-        clear_rows(dst, 0, min(max(from, 0), L::kTile));
-        clear_rows(dst, max(min(to, L::kTile), 0), L::kTile);
+        clear_rows(dst, from, to);
         ptx::fence_proxy_async();
       }
       if (!values) {

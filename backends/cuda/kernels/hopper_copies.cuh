@@ -21,10 +21,10 @@ __device__ __forceinline__ int unit_of(long long element) {
 }
 
 // Copies 32 rows of kColumns * 2 bytes into rows row0... (row0 a multiple of 32) of a swizzled tile: lane i holds
-// the place of row row0 + i. kAll: all are there. Three instructions a copy: the row's unit from the lane that has it
-// (places are dealt out first, so that a group of kLanes lanes finds all of its own within itself and the lane's number
-// is a constant), an address, the copy.
-template <int kColumns, int kSlab, bool kAll>
+// the place of row row0 + i. Three instructions a copy: the row's unit from the lane that has it (places are dealt out
+// first, so that a group of kLanes lanes finds all of its own within itself), an address, the copy. Not unrolled: these
+// are rows at the ends of requests, and what every variant compiles should be short.
+template <int kColumns, int kSlab>
 __device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int row0, int unit, int lane) {
   constexpr int kChunks = kColumns / 8;        // 16-byte chunks per row: 8 or 16, or 24, 32
   constexpr int kPer = kChunks >= 16 ? 2 : 4;  // rows per instruction
@@ -33,23 +33,20 @@ __device__ __forceinline__ void copy_rows(const char* src, unsigned tile, int ro
   const char* mine = ptx::opaque(src + chunk0 * 16);
   const unsigned to = tile + chunk0 / 8 * kSlab + (row0 + sub) * 128 + ((chunk0 ^ sub) & 7) * 16;
   const int own = __shfl_sync(0xffffffffu, unit, lane % kLanes * kPer + sub);
-  constexpr int kBatch = 8;  // units are asked for so many copies ahead
-  int from[kBatch];
+#pragma unroll 1
+  for (int i = 0; i < 32; i += 8) {
+    int from[8 / kPer];
 #pragma unroll
-  for (int i = 0; i < 32; i += kPer) {
-    if (i / kPer % kBatch == 0) {
+    for (int j = 0; j < 8 / kPer; ++j) from[j] = __shfl_sync(0xffffffffu, own, i / kPer + j, kLanes);
 #pragma unroll
-      for (int j = 0; j < kBatch && i / kPer + j < 32 / kPer; ++j) {
-        from[j] = __shfl_sync(0xffffffffu, own, i / kPer + j, kLanes);
+    for (int j = 0; j < 8 / kPer; ++j) {
+      const bool there = from[j] != kNoUnit;
+      const char* at = mine + (there ? static_cast<long long>(from[j]) * 16 : 0);
+#pragma unroll
+      for (int c = 0; c < kChunks; c += kLanes) {
+        const unsigned dst = (to ^ j * kPer * 16) + (i + j * kPer) * 128 + c / 8 * kSlab;
+        if (kChunks % kLanes == 0 || c + chunk0 < kChunks) ptx::cp_async16(dst, at + c * 16, there ? 16 : 0);
       }
-    }
-    const int unit_here = from[i / kPer % kBatch];
-    const bool there = kAll || unit_here != kNoUnit;
-    const char* at = mine + (there ? static_cast<long long>(unit_here) * 16 : 0);
-#pragma unroll
-    for (int c = 0; c < kChunks; c += kLanes) {
-      const unsigned dst = (to ^ (i & 7) * 16) + i * 128 + c / 8 * kSlab;
-      if (kChunks % kLanes == 0 || c + chunk0 < kChunks) ptx::cp_async16(dst, at + c * 16, there ? 16 : 0);
     }
   }
 }
@@ -138,17 +135,12 @@ __device__ __forceinline__ void copy_far(const char* src, unsigned tile, int row
   }
 }
 
-// kOften: all rows of a tile are there as a rule, and code of its own pays.
-template <int kColumns, int kSlab, int kElement, bool kOften>
+template <int kColumns, int kSlab, int kElement>
 __device__ __forceinline__ void gather_rows(const char* src, unsigned tile, int row0, long long offset, int lane) {
   if (!__all_sync(0xffffffffu, is_near<kElement>(offset))) {
     return copy_far<kColumns, kSlab, kElement>(src, tile, row0, offset, lane);
   }
-  const int unit = unit_of<kElement>(offset);
-  if (kOften && __all_sync(0xffffffffu, unit != kNoUnit)) {
-    return copy_rows<kColumns, kSlab, true>(src, tile, row0, unit, lane);
-  }
-  copy_rows<kColumns, kSlab, false>(src, tile, row0, unit, lane);
+  copy_rows<kColumns, kSlab>(src, tile, row0, unit_of<kElement>(offset), lane);
 }
 
 // The same, two bytes at a time, for rows that 16-byte copies cannot reach.
@@ -179,11 +171,11 @@ __device__ __forceinline__ void gather_numbers(const char* src, unsigned tile, i
 
 // By 16-byte copies where `vectors`, else number by number: the bits are the same. Offsets in elements of
 // kElement bytes, kColumns * 2 bytes a row.
-template <int kColumns, int kSlab, int kElement, bool kOften = true>
+template <int kColumns, int kSlab, int kElement>
 __device__ __forceinline__ void gather_any(bool vectors, const char* src, unsigned tile, int row0, long long offset,
                                            int lane) {
   if (vectors) {
-    gather_rows<kColumns, kSlab, kElement, kOften>(src, tile, row0, offset, lane);
+    gather_rows<kColumns, kSlab, kElement>(src, tile, row0, offset, lane);
   } else {
     gather_numbers<kColumns, kSlab, kElement>(src, tile, row0, offset, lane);
   }

@@ -177,8 +177,8 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
                                                             lane_);
       }
     }
-    gather_any<L::kDim, L::kSlabQ, 2, false>(vector_queries(), p_.q, tile, row,
-                                             query_offset(item, part, head, first + row + lane_), lane_);
+    gather_any<L::kDim, L::kSlabQ, 2>(vector_queries(), p_.q, tile, row,
+                                      query_offset(item, part, head, first + row + lane_), lane_);
   }
 
   __device__ __forceinline__ bool vector_queries() const {
