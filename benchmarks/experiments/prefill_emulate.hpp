@@ -56,11 +56,6 @@ alignas(1024) inline char smem[232448];
 struct Group {
   std::vector<std::function<void()>> ops;
 };
-struct Bulk {  // a copy to global memory; `data` once it has been read
-  void* dst;
-  unsigned src, bytes;
-  std::vector<char> data;
-};
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
@@ -69,7 +64,6 @@ struct Fiber {
   std::function<bool()> ready;  // what it waits for, or empty
   Group open_copies, open_products;
   std::vector<Group> copies, products;  // committed, oldest first
-  std::vector<Bulk> bulk;
 };
 struct Warp {
   unsigned long long slot[2][32];
@@ -487,18 +481,7 @@ inline void tma_load_4d(u32 dst, const void* map, u32 bar, int c0, int c1, int c
 inline void tma_load_4d_once(u32 dst, const void* map, u32 bar, int c0, int c1, int c2, int c3) {
   tma_load_4d(dst, map, bar, c0, c1, c2, c3);
 }
-// Read when a thread has to have waited for it, written as late.
-inline void bulk_store(void* dst, u32 src, u32 bytes) { emu::self->bulk.push_back({dst, src, bytes, {}}); }
-inline void bulk_commit() {}
-inline void bulk_wait_read() {
-  for (auto& copy : emu::self->bulk)
-    if (copy.data.empty()) copy.data.assign(emu::at(copy.src), emu::at(copy.src) + copy.bytes);
-}
-inline void bulk_wait() {
-  bulk_wait_read();
-  for (auto& copy : emu::self->bulk) memcpy(copy.dst, copy.data.data(), copy.bytes);
-  emu::self->bulk.clear();
-}
+inline void whole_warp(u32) { __syncwarp(); }
 inline void tma_prefetch_map(const void*) {}
 inline void tma_prefetch_4d(const void*, int, int, int, int) {}
 inline void fence_proxy_async() {}
@@ -586,6 +569,21 @@ struct Wgmma {
     }
     float* p = d;
     product([=] { multiply(p, [&](int h, int k) { return (*rows)[h * 16 + k]; }, b, TB, add); });
+  }
+};
+template <Half16 T, int N>
+struct WgmmaChain {
+  template <int TA, int TB, int kStepA, int kStepB>
+  static void ss(float (&d)[N / 2], u64 a, u64 b, int add) {
+    for (int i = 0; i < 4; ++i)
+      Wgmma<T, N>::template ss<TA, TB>(d, desc_add(a, i * kStepA), desc_add(b, i * kStepB), add || i > 0);
+  }
+  template <int TB, int kStepB>
+  static void rs(float (&d)[N / 2], const u32* a, u64 b, int add) {
+    for (int i = 0; i < 4; ++i) {
+      const u32 mine[4] = {a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]};
+      Wgmma<T, N>::template rs<TB>(d, mine, desc_add(b, i * kStepB), add || i > 0);
+    }
   }
 };
 }  // namespace ptx

@@ -287,9 +287,9 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     if constexpr (Variant::quick_logits) ptx::fresh(s);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < L::kDim / 16; ++i) {
-      ptx::Wgmma<kH, L::kTile>::template ss<0, 0>(s, ptx::desc_add(q, i / 4 * L::kSlabQ + i % 4 * 32),
-                                                  ptx::desc_add(k, i / 4 * L::kSlabKv + i % 4 * 32), i > 0);
+    for (int i = 0; i < L::kDim / 64; ++i) {
+      ptx::WgmmaChain<kH, L::kTile>::template ss<0, 0, 32, 32>(s, ptx::desc_add(q, i * L::kSlabQ),
+                                                               ptx::desc_add(k, i * L::kSlabKv), i > 0);
     }
     ptx::wgmma_commit();
   }
@@ -302,9 +302,8 @@ class HopperConsumer : public HopperResults<Config, Variant> {
                                                   bool add) const {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < L::kTile / 16; ++i) {
-      const unsigned a[4] = {w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]};
-      ptx::Wgmma<kH, L::kDimVo>::template rs<1>(o, a, ptx::desc_add(v, i * 2048), i > 0 || add);
+    for (int i = 0; i < L::kTile / 64; ++i) {
+      ptx::WgmmaChain<kH, L::kDimVo>::template rs<1, 2048>(o, w + 16 * i, ptx::desc_add(v, i * 4 * 2048), i > 0 || add);
     }
     ptx::wgmma_commit();
   }

@@ -43,6 +43,7 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
       const int now = word;
+      ptx::whole_warp(this->base_);
       word = item_word(i + 1, end);
       const WorkItem item = item_of(now);
       if (item.part != part) open_part(part = item.part);
@@ -260,6 +261,7 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
     Query query[L::kRows / 32];
 #pragma unroll
     for (int i = 0; i < L::kRows / 32; ++i) query[i] = fetch_query(item, part, first + i * 32 + lane_);
+    ptx::whole_warp(this->base_);
     auto get = [&](int i) { return __shfl_sync(0xffffffffu, said, i); };
     KvList list;
     list.entries = get(kNext) - get(kFirst);

@@ -127,21 +127,19 @@ ATTNRT_DEV void tma_load_4d_once(u32 dst, const void* map, u32 bar, int c0, int 
       : "memory");
 }
 
-// Copies a multiple of 16 bytes from shared to global memory, as part of this thread's group to come.
-ATTNRT_DEV void bulk_store(void* dst, u32 src, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
-               : "memory");
-}
-// Closes the group; waits until all groups have been read, and until they are written.
-ATTNRT_DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-ATTNRT_DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-ATTNRT_DEV void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 // Asks for one box of a 4-D tensor map in L2.
 ATTNRT_DEV void tma_prefetch_4d(const void* map, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%3,%4}];" ::"l"(map), "r"(c0), "r"(c1),
                "r"(c2), "r"(c3)
                : "memory");
+}
+
+// Tells ptxas that all lanes of the warp are here, by an instruction that only a whole warp may execute: it does not
+// see that from __syncwarp, and writes each exchange among lanes a second time, one lane's way at a time. Reads the 16
+// bytes at a shared address, which nobody waits for.
+ATTNRT_DEV void whole_warp(u32 addr) {
+  __syncwarp();
+  asm volatile("{.reg .b32 x; ldmatrix.sync.aligned.m8n8.x1.shared.b16 {x}, [%0];}" ::"r"(addr) : "memory");
 }
 
 // Sleeps for about `ns` nanoseconds.
