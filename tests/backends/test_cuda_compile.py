@@ -100,24 +100,24 @@ def test_registers_and_spills(name, arch):
 #: without hooks it is the warp that reads the plan whose registers spill, once a pass. The more of the two ways of compiling it:
 #: by roles it is less where no stage rewrites tiles (plain forms of 128 and less: 0).
 HOPPER_SPECS = {
-    "bf16 128": ({}, (36, 24, 36, 24)),
-    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (28, 8, 28, 8)),
-    "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (40, 40, 76, 72)),
+    "bf16 128": ({}, (4, 4, 16, 4)),
+    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (4, 4, 4, 4)),
+    "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (28, 4, 28, 4)),
     # O takes 128 registers, and the next leaf's first scores are under way while it is written; nothing spills between two
     # whole tiles.
-    "256": ({"head_dim": 256}, (256, 322, 352, 410)),
-    "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (68, 8, 24, 8)),
-    "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (32, 24, 32, 24)),
+    "256": ({"head_dim": 256}, (128, 72, 184, 112)),
+    "128/64, float32": ({"head_dim_vo": 64, "out_dtype": "float32"}, (8, 4, 8, 4)),
+    "sigmoid": ({"variant": (v.causal(), v.sigmoid())}, (4, 4, 28, 12)),
     "window, softcap": (
         {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0))},
-        (32, 24, 32, 24),
+        (16, 4, 28, 12),
     ),
-    "alibi": ({"variant": (v.causal(), v.alibi())}, (32, 24, 32, 24)),
+    "alibi": ({"variant": (v.causal(), v.alibi())}, (16, 4, 24, 12)),
     # What spills lies at the ends of the loop over tiles, nothing in it.
-    "mask": ({"variant": (v.custom_mask(),)}, (64, 52, 112, 100)),
+    "mask": ({"variant": (v.custom_mask(),)}, (44, 32, 108, 96)),
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.
-    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (64, 60, 124, 116)),
-    "rope": ({"variant": (v.causal(), v.rope(128))}, (356, 356, 416, 420)),
+    "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (28, 16, 96, 84)),
+    "rope": ({"variant": (v.causal(), v.rope(128))}, (236, 156, 312, 232)),
 }
 
 
