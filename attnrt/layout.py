@@ -112,6 +112,9 @@ class Limits:
         Tokens, a power of two. KV blocks are multiples of it and lists begin in their requests at multiples of it; keys of a
         ragged list lie side by side anyway. From 16 on, a graph over a cache whose tokens have one stride has no launch that
         fetches keys one by one.
+    max_padding : int, optional
+        Rows that ``pad_to`` adds to a plan. 0: a graph of prompts that are one leaf each then is one launch, since nobody has to
+        write rows that are no request's.
     """
 
     max_requests: int
@@ -126,6 +129,7 @@ class Limits:
     max_kv_len: int | None = None
     min_qo_len: int | None = None
     kv_alignment: int | None = None
+    max_padding: int | None = None
 
     def __post_init__(self) -> None:
         least = {"max_parts": 1, "max_workers": 1, "kv_alignment": 1}
@@ -173,6 +177,7 @@ class Limits:
             ("max_qo_len", _most(index.requests.qo_lens, self.max_qo_len), self.max_qo_len),
             ("max_kv_len", _most(index.requests.kv_lens, self.max_kv_len), self.max_kv_len),
             ("max_workers", plan.traits.num_workers, self.max_workers),
+            ("max_padding", plan.num_rows - index.num_qo, self.max_padding),
         )
         for name, needed, given in needs:
             if given is not None and needed > given:

@@ -34,7 +34,13 @@ def shapes() -> list[tuple[Shape, dict[str, Any]]]:
         (Shape(name="decode 16x1024", **decode), {}),
         (
             Shape(name="decode 16x1024, any lengths", **decode),
-            {"max_qo_len": None, "max_kv_len": None, "kv_alignment": None, "max_qo_tokens": 64},
+            {
+                "max_qo_len": None,
+                "max_kv_len": None,
+                "kv_alignment": None,
+                "max_padding": None,
+                "max_qo_tokens": 64,
+            },
         ),
         *(
             (Shape(name=f"prefill {n}x{s}", kv=(s,) * n, qo=(s,) * n, **prefill), {})
@@ -42,7 +48,7 @@ def shapes() -> list[tuple[Shape, dict[str, Any]]]:
         ),
         (
             Shape(name="prefill 32x512, any lengths", kv=(512,) * 32, qo=(512,) * 32, **prefill),
-            {"max_kv_len": None, "min_qo_len": None, "kv_alignment": None},
+            {"max_kv_len": None, "min_qo_len": None, "kv_alignment": None, "max_padding": None},
         ),
         (Shape(name="8x512 chunk@4096 + 32 decode@1024", **chunks), {}),  # type: ignore[arg-type]
     ]

@@ -69,6 +69,7 @@ def limits_of(index: Any, case: Case) -> at.Limits:
         max_kv_len=int(case.lens.max()),
         min_qo_len=int(case.qo_lens.min()),
         kv_alignment=alignment if alignment >= 16 else None,
+        max_padding=0,
     )
 
 

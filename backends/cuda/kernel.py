@@ -317,7 +317,8 @@ class CudaKernel:
             # No launch of the Hopper kernel starts while one before it runs: forms that are seldom meant go last. The form
             # that folds could do all, but takes 3 to 10 % longer (performance.md, Form 6).
             folds = limits_fold(self.spec, limits)
-            alone = not names and not folds and limits.max_parts == 1  # whole rows: there is nothing to merge
+            # Whole rows, and all of them requests': there is nothing to merge.
+            alone = not names and not folds and limits.max_parts == 1 and limits.max_padding == 0
             by_key = _BY_KEY[folds]
             if box == boxes.NO_BOXES:
                 names = [by_key, *names]

@@ -157,6 +157,14 @@ def test_limits_read():
         at.Workspace([spec_of()], buffer=np.empty(10, np.uint8), backend="reference")
 
 
+def test_rows_of_padding(backend):
+    attn = at.Attention(spec_of(), backend=backend, limits=at.Limits(2, 9, 200, max_padding=2))
+    index = at.formats.ragged(np.array([0, 2, 5], np.int32), np.array([0, 41, 110], np.int32))
+    attn.plan(index, pad_to=7)
+    with pytest.raises(at.LimitError, match="max_padding must be at least 3"):
+        attn.plan(index, pad_to=8)
+
+
 def test_blocks_that_lie_at_multiples(backend):
     """Pages of 32 and ragged lists keep a promise of 16, pages of 24 and single tokens do not."""
     attn = at.Attention(spec_of(), backend=backend, limits=at.Limits(2, 9, 200, kv_alignment=16))

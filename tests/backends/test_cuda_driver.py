@@ -95,9 +95,11 @@ for limits, kernels in (
     (at.Limits(8, 16, 256), ["attnrt_decode"]),
     (at.Limits(8, 64, 256, max_kv_len=4096), [hopper[0], "attnrt_wide", "attnrt_decode", by_key, "attnrt_merge"]),
     (at.Limits(8, 64, 256, max_kv_len=4097, min_qo_len=17), [*hopper, "attnrt_merge"]),
-    (at.Limits(8, 64, 256, max_kv_len=4096, min_qo_len=17), [hopper[0], by_key]),  # whole rows: nothing to merge
-    (at.Limits(8, 64, 256, max_kv_len=4096, min_qo_len=17, max_parts=2), [hopper[0], by_key, "attnrt_merge"]),
-    (at.Limits(8, 9999, 9999, min_qo_len=513), [hopper[0], by_key]),  # more rows than an append: one leaf
+    (at.Limits(8, 64, 256, max_kv_len=4096, min_qo_len=17), [hopper[0], by_key, "attnrt_merge"]),
+    (at.Limits(8, 64, 256, max_kv_len=4096, min_qo_len=17, max_padding=0), [hopper[0], by_key]),  # whole rows
+    (at.Limits(8, 64, 256, max_kv_len=4096, min_qo_len=17, max_padding=0, max_parts=2),
+     [hopper[0], by_key, "attnrt_merge"]),
+    (at.Limits(8, 9999, 9999, min_qo_len=513, max_padding=0), [hopper[0], by_key]),  # past an append: one leaf
     (at.Limits(8, 64, 256, min_qo_len=16), [hopper[0], "attnrt_wide", "attnrt_decode", *hopper[1:], "attnrt_merge"]),
 ):
     attn = new(limits=limits)
@@ -235,9 +237,11 @@ trace()
 q2, kv2, out2, _ = arrays(s, 47)
 prompts.run(q2, kv2, out=out2, stream=9)
 driver.fake_capture(ctypes.c_void_p(9), 0)
-assert [line.split()[2] for line in trace() if "launch" in line] == ["attnrt_hopper_boxes", "attnrt_hopper_gather"]
+assert [line.split()[2] for line in trace() if "launch" in line] == [
+    "attnrt_hopper_boxes", "attnrt_hopper_gather", "attnrt_merge"
+]
 aligned = at.Attention(
-    s, backend=cuda, limits=at.Limits(8, 64, 512, num_pages=64, max_kv_len=900, min_qo_len=17, kv_alignment=16)
+    s, backend=cuda, limits=at.Limits(8, 64, 512, num_pages=64, max_kv_len=900, min_qo_len=17, kv_alignment=16, max_padding=0)
 )
 aligned.plan(paged((17, 0, 30), (900, 5, 30)))
 driver.fake_capture(ctypes.c_void_p(9), 1)
@@ -249,6 +253,9 @@ single = at.formats.paged(*(np.array([0, 17], np.int32),) * 2, np.arange(17, dty
 with pytest.raises(at.LimitError) as caught:
     aligned.plan(single)
 assert (caught.value.limit, caught.value.needed, caught.value.given) == ("kv_alignment", 1, 16)
+with pytest.raises(at.LimitError) as caught:
+    aligned.plan(paged((17, 0, 30), (900, 5, 30)), pad_to=50)
+assert (caught.value.limit, caught.value.needed, caught.value.given) == ("max_padding", 3, 0)
 for index, name, needed in ((paged((17, 16), (40, 40)), "min_qo_len", 16), (paged((17,), (901,)), "max_kv_len", 901)):
     with pytest.raises(at.LimitError) as caught:
         prompts.plan(index)

@@ -245,30 +245,25 @@ def keys_alone(world, tokens, keys):
     return at.formats.paged(*ends, ids, np.array([keys], np.int32), 1)
 
 
-def large_blocks(world, qo_lens, kv_lens):
-    """Requests over blocks of 64 tokens of the pool."""
-    counts = [-(-n // 64) for n in kv_lens]
-    ends = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (qo_lens, counts))
-    ids = world.rng.permutation(400 * 16 // 64)[: sum(counts)].astype(np.int32)
-    return at.formats.paged(*ends, ids, np.array(kv_lens, np.int32), 64)
-
-
-def graph_serves(limits, first, later):
-    """A graph captured under one index gives under later ones, padded, the bits of runs of their own."""
+def graph_serves(limits, first, later, pad_to=256):
+    """A graph captured under one index gives under later ones, padded or not, the bits of runs of their own."""
     import torch
 
     world = World(spec(), rows=256, pages=400)
     attn = at.Attention(world.spec, backend="nvrtc", limits=limits, device="cuda")
     out, lse = world.results(256)
-    attn.plan(first(world) if callable(first) else world.index(*first), pad_to=256)
-    attn.run(world.gpu_q, world.gpu_kv, out=out, lse=lse)
+    index = world.index(*first)
+    attn.plan(index, pad_to=pad_to)
+    rows = pad_to or index.num_qo
+    q, results = world.gpu_q[:rows], {"out": out[:rows], "lse": lse[:rows]}
+    attn.run(q, world.gpu_kv, **results)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        attn.run(world.gpu_q, world.gpu_kv, out=out, lse=lse)
+        attn.run(q, world.gpu_kv, **results)
     for index in later(world):
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
-        attn.plan(index, pad_to=256)
+        attn.plan(index, pad_to=pad_to)
         graph.replay()
         torch.cuda.synchronize()
         got = head(testing.Result(out=to_host(out), lse=to_host(lse)), index.num_qo)
@@ -308,10 +303,10 @@ def test_a_graph_of_promised_lengths(longest):
     graph_serves(limits, ([20, 40], [100, 300]), later)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("shortest", "longest"), [(17, 4096), (17, 6000), (1, 6000)])
-def test_a_graph_of_aligned_blocks(shortest, longest):
-    """No launch for keys one by one, though the plan at capture had larger blocks; where requests are one leaf and none is a
-    decode step, one launch in all."""
+def test_a_graph_of_aligned_blocks(shortest, longest, padded):
+    """No launch for keys one by one; where requests are one leaf, none is a decode step and no row is padding, one in all."""
 
     def later(world):
         return (
@@ -320,8 +315,9 @@ def test_a_graph_of_aligned_blocks(shortest, longest):
             world.index([shortest, 33], [777, 40]),
         )
 
-    limits = at.Limits(16, 256, 8192, max_kv_len=longest, min_qo_len=shortest, kv_alignment=16)
-    graph_serves(limits, lambda world: large_blocks(world, [20, 40], [100, 300]), later)
+    lengths = {"max_kv_len": longest, "min_qo_len": shortest}
+    limits = at.Limits(16, 256, 8192, **lengths, kv_alignment=16, max_padding=None if padded else 0)
+    graph_serves(limits, ([20, 40], [100, 300]), later, pad_to=256 if padded else None)
 
 
 def test_true_lengths_on_the_device():
