@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnrt.backends.cuda import driver, pack
+from attnrt.backends.cuda import driver, pack, structs
 from attnrt.backends.cuda.render import THREADS, flatten, variant_text
 from attnrt.backends.cuda.tables import ENUMERATORS
 from attnrt.dtypes import as_dtype
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attnrt.backends.base import AppendCall, PagedView
-    from attnrt.backends.cuda.kernel import Module
+    from attnrt.backends.cuda.modules import Module
     from attnrt.spec import AttentionSpec
     from attnrt.tensor import TensorView
     from attnrt.variants import Composed
@@ -29,13 +29,13 @@ __all__ = ["APPEND", "COPY", "Appender", "render_append"]
 APPEND, COPY = "attnrt_append", "attnrt_copy_pages"
 MAX_SCALED_HEADS = 128
 
-# AppendParams without its two pools (pack.PAGED_KV) in the middle, and CopyParams after its pool.
+# AppendParams without its two pools (structs.PAGED_KV) in the middle, and CopyParams after its pool.
 _ROWS = struct.Struct("<QqqQqq")
 _PLACES = struct.Struct(f"<QQii{2 * MAX_SCALED_HEADS}f")
 _COPY = struct.Struct("<QQqiiii")
 _AT_V = struct.calcsize("<Qqq")  # the new V in _ROWS
-_APPEND_BYTES = _ROWS.size + 2 * pack.PAGED_KV.itemsize + _PLACES.size
-_COPY_BYTES = pack.PAGED_KV.itemsize + _COPY.size
+_APPEND_BYTES = _ROWS.size + 2 * structs.PAGED_KV.itemsize + _PLACES.size
+_COPY_BYTES = structs.PAGED_KV.itemsize + _COPY.size
 
 
 def render_append(spec: AttentionSpec, row_dtype: str, rope: Composed) -> str:
@@ -123,7 +123,7 @@ class Appender:
         self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int
     ) -> None:
         """Enqueue the copy of pages ``pages[0][i]`` over pages ``pages[1][i]`` of each pool."""
-        from attnrt.backends.cuda.kernel import launch
+        from attnrt.backends.cuda.modules import launch
 
         spec = self.spec
         module = self.prepare(spec.q_dtype, compose(full()), stream)
@@ -156,11 +156,11 @@ class AppendAgain:
         record = self._record = ffi.new("attnrt_run_t *")
         record.args, record.forbid_capture = self._args, not slots_given  # the plan's slots are not a graph's
         record.aligned_k, record.aligned_v = aligned
-        k_cache, vectors = _ROWS.size, int(pack.PAGED_KV.fields["vectors"][1])  # type: ignore[index]
-        v_cache = k_cache + pack.PAGED_KV.itemsize
+        k_cache, vectors = _ROWS.size, int(structs.PAGED_KV.fields["vectors"][1])  # type: ignore[index]
+        v_cache = k_cache + structs.PAGED_KV.itemsize
         record.at_q, record.at_out, record.at_k, record.at_v = 0, _AT_V, k_cache, v_cache
         record.at_vectors_k, record.at_vectors_v = k_cache + vectors, v_cache + vectors
-        record.at_lse = v_cache + pack.PAGED_KV.itemsize if slots_given else unread
+        record.at_lse = v_cache + structs.PAGED_KV.itemsize if slots_given else unread
         record.at_scale = unread + 8
         record.launches[0] = entry[0]
         record.launches[0].grid = record.eager_grid[0] = grid

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from attnrt.backends.cuda import driver, pack, select, tables
+from attnrt.backends.cuda import driver, select, structs, tables
 from attnrt.backends.cuda.append import APPEND, COPY, Appender
 from attnrt.backends.cuda.kernel import CudaKernel
 from attnrt.backends.cuda.programs import Programs
@@ -14,7 +14,7 @@ from attnrt.device import as_device
 from attnrt.memory import ops_of
 
 if TYPE_CHECKING:
-    from attnrt.backends.cuda.kernel import Module
+    from attnrt.backends.cuda.modules import Module
     from attnrt.device import Device
     from attnrt.formats.base import Features
     from attnrt.layout import Limits
@@ -39,8 +39,8 @@ class CudaBackend:
     """
 
     name = "cuda"
-    header_nbytes = pack.FIRST_AT
-    header_nbytes_per_worker = pack.FIRST_ITEM_BYTES
+    header_nbytes = structs.FIRST_AT
+    header_nbytes_per_worker = structs.FIRST_ITEM_BYTES
     header_teams = (tables.WIDE,)
 
     def __init__(self) -> None:

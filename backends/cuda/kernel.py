@@ -3,29 +3,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnrt.backends.cuda import boxes, driver, pack
+from attnrt.backends.cuda import boxes, driver, first_lines, pack, select, structs
+from attnrt.backends.cuda.modules import launch
 from attnrt.backends.cuda.render import (
     ATTEND,
     DECODE,
-    DECODE_SMEM,
     DECODE_THREADS,
-    DECODE_TOP,
     HOPPER,
     HOPPER_BOXES,
     HOPPER_BOXES_FOLD,
     HOPPER_GATHER,
     HOPPER_GATHER_FOLD,
-    HOPPER_SMEM,
     MERGE,
     MERGE_CTAS,
-    SMEM,
     THREADS,
     WIDE,
-    WIDE_SMEM,
     maps_offset,
 )
 from attnrt.backends.cuda.select import (
@@ -37,7 +33,6 @@ from attnrt.backends.cuda.select import (
     merge_counters,
     plan_decodes,
 )
-from attnrt.backends.cuda.tables import DECODE_GROUPS
 from attnrt.backends.cuda.tables import HOPPER as TEAM
 from attnrt.backends.cuda.tables import WIDE as CREW
 from attnrt.device import as_device
@@ -55,73 +50,14 @@ if TYPE_CHECKING:
     from attnrt.scheduler.base import Plan
     from attnrt.spec import AttentionSpec
 
-__all__ = ["CudaKernel", "DriverModule", "Module", "launch"]
+__all__ = ["CudaKernel"]
 
 #: (row, head) pairs that a CTA of the merge kernel folds at a time.
 MERGE_WARPS = THREADS // 32
 
-#: Where a module says how much dynamic shared memory a kernel needs.
-_SMEM = {ATTEND: SMEM, DECODE: DECODE_SMEM, WIDE: WIDE_SMEM, **dict.fromkeys(HOPPER, HOPPER_SMEM)}
-_RUN_OFFSETS = pack.run_offsets()
+_RUN_OFFSETS = structs.run_offsets()
 #: Forms of the Hopper kernel: for items of one leaf, and of several.
 _BY_BOXES, _BY_KEY = (HOPPER_BOXES, HOPPER_BOXES_FOLD), (HOPPER_GATHER, HOPPER_GATHER_FOLD)
-
-
-class Module(Protocol):
-    """Loaded code of one text; both compilers' forms of it. ``groups``: of a CTA of its last kernel (``groups_of``)."""
-
-    groups: int
-
-    def entry(self, name: str) -> Any:
-        """attnrt_launch_t of a kernel, without its grid."""
-        ...
-
-
-def launch_record(device: int, name: str, kernel: int, smem: int, dependent: bool) -> Any:
-    """A new attnrt_launch_t; ``dependent``: CTAs begin with a wait and may start while the kernel before ends (sm_90). Those of
-    the Hopper kernel, which take a multiprocessor each, may not: they would start 10 to 30 us later (docs/performance.md)."""
-    ffi, _ = driver.shim()
-    dependent = dependent and name not in HOPPER
-    record = ffi.new("attnrt_launch_t *")
-    record.device, record.kernel, record.threads, record.smem = device, kernel, THREADS, smem
-    record.pdl = dependent and driver.device_attribute(device, driver.MAJOR) >= 9
-    return record
-
-
-def groups_of(device: int, name: str, smem: int) -> tuple[int, int]:
-    """(groups of a CTA, its dynamic shared memory) of a kernel whose text asks for ``smem`` bytes: the decode kernel asks for
-    each group, and has as many as the device holds."""
-    if name != DECODE:
-        return 1, smem
-    most = (driver.device_attribute(device, driver.SHARED_OPTIN) - DECODE_TOP) // smem
-    groups = max(1, min(DECODE_GROUPS, most))
-    return groups, groups * smem + DECODE_TOP
-
-
-def launch(entry: Any, grid: int, arguments: Any, stream: int) -> None:
-    """Enqueue a kernel whose only parameter is the struct in ``arguments`` (bytes, or its address)."""
-    ffi, lib = driver.shim()
-    mine = ffi.new("attnrt_launch_t *", entry[0])  # threads share entries
-    mine.grid = grid
-    where = ffi.from_buffer(arguments) if isinstance(arguments, bytes) else arguments
-    driver.check(lib.attnrt_cuda_launch(mine, where, stream), "cuLaunchKernelEx")
-
-
-class DriverModule:
-    """A cubin, loaded through the driver shim."""
-
-    def __init__(self, device: int, image: bytes, names: tuple[str, ...], dependent: bool) -> None:
-        self.library = driver.Library(device, image)
-        self._entries = {}
-        for name in names:
-            asked = self.library.number(_SMEM[name]) if name in _SMEM else 0
-            self.groups, smem = groups_of(device, name, asked)
-            self._entries[name] = launch_record(
-                device, name, self.library.kernel(name, smem), smem, dependent
-            )
-
-    def entry(self, name: str) -> Any:
-        return self._entries[name]
 
 
 def _contents(name: str, array: np.ndarray) -> tuple[str, str, tuple[int, ...], bytes]:
@@ -173,7 +109,7 @@ class Repeat:
         header, before, behind = pack.plan_place(loaded)
         words = driver.shim()[0].cast("uint64_t *", self._args)
         words[0], words[1] = header, before | behind << 32
-        if self._maps is not None and (self._any_team or pack.has_items(loaded.plan, TEAM)):
+        if self._maps is not None and (self._any_team or select.has_items(loaded.plan, TEAM)):
             self._box = boxes.box_of(loaded.plan, self._call, self._kernel.spec)
             self._aligned = boxes.promised(self._limits, self._box, self._call)
             if self._aligned:  # later plans of a graph read these maps, too
@@ -183,7 +119,7 @@ class Repeat:
     def _new_maps(self, names: tuple[str, ...]) -> None:
         # A captured graph keeps the maps of the plan at hand: the wide kernel does without where that has no items of its own.
         kernel = self._kernel
-        wide = WIDE in names and (self._box == boxes.NO_BOXES or pack.has_items(self._loaded.plan, CREW))
+        wide = WIDE in names and (self._box == boxes.NO_BOXES or select.has_items(self._loaded.plan, CREW))
         wanted = self._box, wide
         if wanted == self._mapped:
             return
@@ -277,12 +213,12 @@ class CudaKernel:
         if known is not None:
             return known
         names: list[str] = []
-        if pack.has_items(plan, TEAM):
+        if select.has_items(plan, TEAM):
             plain, folding = _BY_KEY if self._by_key(plan, box) else _BY_BOXES
-            names.append(folding if pack.plan_folds(plan) else plain)
-        if pack.has_items(plan, CREW):
+            names.append(folding if select.plan_folds(plan) else plain)
+        if select.has_items(plan, CREW):
             names.append(self.wide)
-        if pack.has_items(plan, None):
+        if select.has_items(plan, None):
             names.append(DECODE if plan_decodes(plan) else ATTEND)
         if len(plan.merge) and names != [DECODE]:  # that one merges itself
             names.append(MERGE)
@@ -291,14 +227,14 @@ class CudaKernel:
     def _serve(self, names: tuple[str, ...], plan: Plan) -> bool:
         """Whether all items of a plan are those of some of these kernels."""
         short = DECODE if plan_decodes(plan) else ATTEND
-        if self.wide not in names and pack.has_items(plan, CREW):
+        if self.wide not in names and select.has_items(plan, CREW):
             return False
-        if short not in names and pack.has_items(plan, None):
+        if short not in names and select.has_items(plan, None):
             return False
         if MERGE not in names and names != (DECODE,) and len(plan.merge):
             return False
         folding = HOPPER_BOXES_FOLD in names or HOPPER_GATHER_FOLD in names
-        return folding or not pack.has_items(plan, TEAM) or not pack.plan_folds(plan)
+        return folding or not select.has_items(plan, TEAM) or not select.plan_folds(plan)
 
     def needs_of(self, limits: Limits | None, box: int | None = None, aligned: int = 0) -> tuple[str, ...]:
         """Kernels that runs of any plan within limits launch; of None: all that there are."""
@@ -331,7 +267,11 @@ class CudaKernel:
 
     def counters(self, plan: Plan, limits: Limits | None) -> int:
         """How many counters the decode kernel wants for the rows that it merges itself: where nobody else has items."""
-        if DECODE not in self.needs(plan, limits) or pack.has_items(plan, CREW) or pack.has_items(plan, TEAM):
+        if (
+            DECODE not in self.needs(plan, limits)
+            or select.has_items(plan, CREW)
+            or select.has_items(plan, TEAM)
+        ):
             return 0
         return merge_counters(plan)
 
@@ -341,11 +281,17 @@ class CudaKernel:
         have, what writes the workers' first items)."""
         plan = loaded.plan
         alone = decode_queries(self.spec) > 0
-        header = np.zeros(pack.HEADER.itemsize, np.uint8)
+        header = np.zeros(structs.HEADER.itemsize, np.uint8)
         self.pack_header(loaded, header)
         per_row = 1 if plan.parts[0].heads > 1 else self.spec.num_kv_heads
         fits = alone and len(plan.work) > 0 and self.needs(plan, limits) == (DECODE,)
-        return header.tobytes(), pack.AT_PARTS, per_row if alone else 0, fits, pack.first_writer(loaded)
+        return (
+            header.tobytes(),
+            structs.AT_PARTS,
+            per_row if alone else 0,
+            fits,
+            first_lines.first_writer(loaded),
+        )
 
     def prepare(self, plan: Plan | None, limits: Limits | None) -> None:
         """Compile what a plan (None: any plan within the limits) needs, so that its runs do not."""
@@ -367,14 +313,14 @@ class CudaKernel:
             return self.merge_grid, min(self.merge_grid, -(-rows // MERGE_WARPS))
         if name in HOPPER:
             workers = self._workers(plan, TEAM)
-            mine = (name in _BY_KEY) == self._by_key(plan, box) and pack.has_items(plan, TEAM)
-            mine = mine and (name in _BY_KEY or (name == HOPPER_BOXES_FOLD) == pack.plan_folds(plan))
+            mine = (name in _BY_KEY) == self._by_key(plan, box) and select.has_items(plan, TEAM)
+            mine = mine and (name in _BY_KEY or (name == HOPPER_BOXES_FOLD) == select.plan_folds(plan))
             return workers, workers if mine else 0
         crew = CREW if name == self.wide and self._workers(plan, CREW) else None
         workers = self._workers(plan, crew)
         if name == DECODE:
             workers = -(-workers * DECODE_THREADS // self.programs.entry(DECODE).threads)
-        return workers, workers if pack.has_items(plan, crew) or (name == DECODE and len(plan.merge)) else 0
+        return workers, workers if select.has_items(plan, crew) or (name == DECODE and len(plan.merge)) else 0
 
     @staticmethod
     def _workers(plan: Plan, crew: str | None) -> int:
@@ -382,7 +328,7 @@ class CudaKernel:
         return end - first
 
     def pack_header(self, loaded: Loaded, target: np.ndarray) -> None:
-        """Write what the kernels read of a plan (pack.HEADER)."""
+        """Write what the kernels read of a plan (structs.HEADER)."""
         classes, first = loaded.plan.traits.classes, loaded.parts[0]
         known, rulers = self._rulers
         if known is not classes:
@@ -420,7 +366,7 @@ class CudaKernel:
     def _launch(self, call: Call, merges: bool) -> None:
         plan, box = call.loaded.plan, boxes.NO_BOXES
         memory, at = self.arguments(call)
-        if self.maps_at and pack.has_items(plan, TEAM):
+        if self.maps_at and select.has_items(plan, TEAM):
             box = boxes.box_of(plan, call, self.spec)
         names = self.needs(plan, None, box)
         if self.maps_at:

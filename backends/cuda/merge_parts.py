@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.cuda import driver
-from attnrt.backends.cuda.kernel import launch
+from attnrt.backends.cuda.modules import launch
 from attnrt.backends.cuda.render import THREADS, flatten
 from attnrt.backends.cuda.tables import ENUMERATORS
 from attnrt.backends.status import AUTO, get
@@ -20,7 +20,7 @@ from attnrt.errors import DtypeError, UnsupportedError
 from attnrt.memory import ops_of
 
 if TYPE_CHECKING:
-    from attnrt.backends.cuda.kernel import Module
+    from attnrt.backends.cuda.modules import Module
     from attnrt.merge import MergeCall
     from attnrt.tensor import TensorView
 

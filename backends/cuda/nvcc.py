@@ -19,8 +19,8 @@ from typing import Any
 from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
-from attnrt.backends.cuda.kernel import DriverModule
 from attnrt.backends.cuda.machine_code import check_code
+from attnrt.backends.cuda.modules import DriverModule
 from attnrt.backends.cuda.render import waits
 from attnrt.config import config
 from attnrt.errors import CompileError

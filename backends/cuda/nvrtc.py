@@ -16,8 +16,8 @@ from attnrt.backends.cache import fetch, key_of
 from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.common import CudaBackend, arch_of
 from attnrt.backends.cuda.joined import FRAME, NotJoined, framed, join
-from attnrt.backends.cuda.kernel import DriverModule
 from attnrt.backends.cuda.machine_code import check_code
+from attnrt.backends.cuda.modules import DriverModule
 from attnrt.backends.cuda.render import waits
 from attnrt.errors import CompileError
 

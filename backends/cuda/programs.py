@@ -18,7 +18,7 @@ from attnrt.backends.cuda.render import DECODE, entry_names, render, render_role
 from attnrt.backends.cuda.tables import decode_groups
 
 if TYPE_CHECKING:
-    from attnrt.backends.cuda.kernel import Module
+    from attnrt.backends.cuda.modules import Module
     from attnrt.spec import AttentionSpec
 
 __all__ = ["Programs"]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnrt.backends.cuda import pack
+from attnrt.backends.cuda import structs
 from attnrt.backends.cuda.boxes import MAPS_BYTES
 from attnrt.backends.cuda.tables import WIDE_CTAS, TileConfig, hopper_config, takes_wide, tile_config
 from attnrt.variants import include_dir
@@ -276,7 +276,7 @@ def threads_of(spec: AttentionSpec, name: str) -> int:
 
 def maps_offset(num_params: int) -> int:
     """Where the tensor maps lie in the Hopper kernel's Launch: behind what the others read, on a multiple of 64 bytes."""
-    return -(-(pack.LAUNCH_RUN.itemsize + PARAM_BYTES * max(1, num_params)) // 64) * 64
+    return -(-(structs.LAUNCH_RUN.itemsize + PARAM_BYTES * max(1, num_params)) // 64) * 64
 
 
 def _told(composed: Composed) -> Composed:
@@ -352,6 +352,6 @@ struct Launch {{
   RunParams run;
   ParamRef params[{max(1, len(composed.params))}];{maps}
 }};
-{pack.layout_asserts()}{asserts}
+{structs.layout_asserts()}{asserts}
 }}  // namespace attnrt
 {entries}"""

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention kernels a plan's items get that are not the Hopper kernel's. Items that fit a tile of the decode kernel get
-that, those of more rows (the crew ``WIDE``) the tile kernel. Both take anything that the spec allows and give the same bits,
-so this decides time alone. What the Hopper kernel takes, a request's own length decides (tables.py), because its bits are others.
+"""What a plan, or limits, have for which attention kernels.
+
+Items that are not the Hopper kernel's and fit a tile of the decode kernel get that, those of more rows (the crew ``WIDE``) the
+tile kernel. Both take anything that the spec allows and give the same bits, so this decides time alone. What the Hopper kernel
+takes, a request's own length decides (tables.py), because its bits are others.
 
 A captured graph outlives the plan that it was captured under, so with limits the choice is made from them and the spec: where
 they promise decode steps there is no crew ``WIDE``, and the decode kernel takes items of more rows pass by pass.
@@ -12,7 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnrt.backends.cuda.tables import APPEND_ROWS, DECODE_ROWS, WIDE, decode_blocks
+from attnrt.backends.cuda.tables import APPEND_ROWS, DECODE_ROWS, HOPPER, WIDE, decode_blocks
+from attnrt.latest import Latest
+from attnrt.scheduler.base import WORK_FIELDS
 from attnrt.scheduler.machines import APPEND_RULER
 
 if TYPE_CHECKING:
@@ -22,12 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "decode_queries",
+    "has_items",
+    "items_of",
     "limits_decode",
     "limits_fold",
     "limits_short",
     "limits_team",
     "merge_counters",
     "plan_decodes",
+    "plan_folds",
+    "reads_positions",
     "within",
 ]
 
@@ -96,3 +104,38 @@ def merge_counters(plan: Plan) -> int:
     head of its range (all of them, or one where every head has a list of its own)."""
     heads = 1 if any(part.heads > 1 for part in plan.parts) else plan.spec.num_kv_heads
     return len(plan.merge) * heads
+
+
+_folds: Latest[bool] = Latest()  # plan_folds
+
+
+def items_of(plan: Plan, crew: str | None) -> tuple[int, int]:
+    """Range of the items of a team (None: of no team)."""
+    first, end = plan.traits.workers_of(crew)
+    indptr = plan.work.worker_indptr
+    return int(indptr[first]), int(indptr[end])
+
+
+def plan_folds(plan: Plan) -> bool:
+    """Whether an item of the Hopper kernel folds several leaves into one state. (Header, kernels and grids of a load all ask.)"""
+    known = _folds.get(plan)
+    if known is not None:
+        return known
+    theirs = plan.work.items[slice(*items_of(plan, HOPPER))]
+    begin, end, fold = (WORK_FIELDS.index(name) for name in ("leaf_begin", "leaf_end", "fold"))
+    return _folds.put(bool(((theirs[:, end] - theirs[:, begin] > 1) & (theirs[:, fold] == 1)).any()), plan)
+
+
+def has_items(plan: Plan, crew: str | None) -> bool:
+    """Whether a team (None: the workers of no team) has work."""
+    begin, end = items_of(plan, crew)
+    return begin < end
+
+
+def reads_positions(plan: Plan) -> bool:
+    """Whether some kernel of a plan asks where a key stands. Where none does, lists are packed without their blocks' positions:
+    keys of blocks anywhere are then fetched like those of lists that run on."""
+    composed = plan.spec.composed
+    hooks = (composed.logits, composed.key_map, composed.value)
+    asks = composed.has_mask or composed.reads_index_mask or any(hook is not None for hook in hooks)
+    return asks or any(index.features.masked for index in (plan.index, *plan.parts))

@@ -17,7 +17,7 @@ pytest.importorskip("attnrt._step_native")
 #: ``device(attn)``: all that kernels would read of the loaded plan, by following the header. ``short(attn)``: the long way fails.
 TOOLS = """
 import contextlib, pytest
-from attnrt.backends.cuda import pack
+from attnrt.backends.cuda import structs
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS
 
@@ -35,11 +35,11 @@ def short(attn):
 def device(attn, plan):
     tenant, parts = attn._runtime.tenant, plan.parts
     at_header = tenant.cell.address + tenant.layout.plan
-    header = np.frombuffer(ctypes.string_at(at_header, pack.HEADER.itemsize), pack.HEADER)[0]
+    header = np.frombuffer(ctypes.string_at(at_header, structs.HEADER.itemsize), structs.HEADER)[0]
     def read(pointer, nbytes):
         return ctypes.string_at(int(pointer), nbytes) if pointer else None
     requests, merges, entries = len(plan.index.requests), len(plan.merge), len(plan.merge.slots)
-    found = {name: int(header[name]) for name in pack.HEADER.names if pack.HEADER[name].kind in "iu"}
+    found = {name: int(header[name]) for name in structs.HEADER.names if structs.HEADER[name].kind in "iu"}
     words = dict(work=len(WORK_FIELDS) * len(plan.work), worker_indptr=plan.traits.all_workers + 1, qo_lens=requests)
     words |= dict(merge_rows=len(MERGE_FIELDS) * merges, merge_slots=entries, merge_leaves=entries, kv_lens=requests)
     words |= dict(counters=merges * plan.spec.num_kv_heads)
@@ -48,13 +48,13 @@ def device(attn, plan):
         found[name] = bool(found[name])
     found["rulers"] = header["rulers"][: len(plan.traits.classes)].tobytes()
     part, source = header["parts"][0], parts[0]
-    for name in pack.PART_POINTERS:
+    for name in structs.PART_POINTERS:
         array = getattr(source, name, None)
         found["part." + name] = read(part[name], array.nbytes) if array is not None else int(part[name])
         assert array is None or found["part." + name] == array.tobytes(), name
     found |= {"part." + name: part[name].tolist() for name in ("block", "heads", "queries")}
     loaded = tenant.loaded
-    assert [int(header[name]) for name in pack.HEADER_POINTERS] == [*loaded.addresses, loaded.counters[0]]
+    assert [int(header[name]) for name in structs.HEADER_POINTERS] == [*loaded.addresses, loaded.counters[0]]
     assert loaded.parts[0].request.ptr == int(part["request"]) and loaded.plan is plan
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from attnrt.backends.cuda import pack, render, select, tables
+from attnrt.backends.cuda import pack, render, select, structs, tables
 from attnrt.backends.cuda.common import why_not_spec
 
 HERE = Path(__file__).resolve().parent
@@ -101,15 +101,15 @@ class EmulatedKernel:
     def _merges(self, plan: Any) -> bool:
         """Whether attend merges: where the decode kernel runs alone."""
         teams = (tables.WIDE, tables.HOPPER)
-        return self._decodes(plan) and not any(pack.has_items(plan, team) for team in teams)
+        return self._decodes(plan) and not any(select.has_items(plan, team) for team in teams)
 
     def attend(self, call: Any) -> None:
         plan = call.loaded.plan
-        if pack.has_items(plan, None) or self._merges(plan):
+        if select.has_items(plan, None) or self._merges(plan):
             name, workers = render.DECODE if self._decodes(plan) else render.ATTEND, plan.traits.num_workers
             groups = tables.decode_groups(self.spec) if name == render.DECODE else 1
             self._launch(name, -(-workers // groups), call)
-        if pack.has_items(plan, tables.WIDE):
+        if select.has_items(plan, tables.WIDE):
             self.launch_many(call)
         address, count = call.loaded.counters
         assert not any(ctypes.string_at(address, 4 * count)), "a counter is left"
@@ -130,8 +130,8 @@ class EmulatedCuda:
     """The backend; traits are those of a GPU with few multiprocessors."""
 
     name = "emulated"
-    header_nbytes = pack.FIRST_AT
-    header_nbytes_per_worker = pack.FIRST_ITEM_BYTES
+    header_nbytes = structs.FIRST_AT
+    header_nbytes_per_worker = structs.FIRST_ITEM_BYTES
     header_teams = (tables.WIDE,)
 
     def __init__(self, decode: bool | None = None, early: bool = False, multiprocessors: int = 2) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from emulated_cuda import ASSEMBLY, EmulatedCuda, EmulatedKernel, build
 
-from attnrt.backends.cuda import boxes, pack, render, tables
+from attnrt.backends.cuda import boxes, pack, render, select, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
@@ -118,12 +118,12 @@ class HopperKernel(EmulatedKernel):
     def attend(self, call: Any) -> None:
         plan = call.loaded.plan
         super().attend(call)
-        if not pack.has_items(plan, tables.HOPPER):
+        if not select.has_items(plan, tables.HOPPER):
             return
         box = boxes.box_of(plan, call, self.spec) if self.backend.boxes else boxes.NO_BOXES
         memory, at = self._with_maps(call, box)
         by_boxes = ctypes.c_int()
-        form = render.HOPPER_BOXES_FOLD if pack.plan_folds(plan) else render.HOPPER_BOXES
+        form = render.HOPPER_BOXES_FOLD if select.plan_folds(plan) else render.HOPPER_BOXES
         done = self.hopper(form).emulate_hopper(at, self.backend.seed, ctypes.byref(by_boxes))
         assert done, "the threads of a CTA wait for each other in vain"
         del memory

@@ -25,7 +25,7 @@ driver = ctypes.CDLL({library!r}, mode=ctypes.RTLD_GLOBAL)
 driver.fake_trace.restype = ctypes.c_char_p
 import attnrt as at
 from attnrt.backends.cuda.common import CudaBackend
-from attnrt.backends.cuda.kernel import DriverModule
+from attnrt.backends.cuda.modules import DriverModule
 from attnrt.backends.cuda.render import waits
 from attnrt.backends.cuda import driver as shim
 shim.register()

@@ -11,8 +11,7 @@ import pytest
 
 import attnrt as at
 from attnrt import testing
-from attnrt.backends.cuda.pack import has_items
-from attnrt.backends.cuda.select import decode_queries, limits_decode
+from attnrt.backends.cuda.select import decode_queries, has_items, limits_decode
 from attnrt.backends.cuda.tables import WIDE
 
 sys.path.insert(0, str(Path(__file__).parent))

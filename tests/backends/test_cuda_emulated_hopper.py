@@ -13,7 +13,7 @@ import pytest
 
 import attnrt as at
 from attnrt import testing
-from attnrt.backends.cuda import pack
+from attnrt.backends.cuda import first_lines, pack
 from attnrt.dtypes import as_dtype
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -265,7 +265,7 @@ def test_cut_rows(dim):
 
 def test_first_passes_come_with_the_header(monkeypatch):
     """Workers' first passes lie behind the header where nobody else's items do, and change no bit."""
-    s, told, fill = spec(variant=(v.causal(), v.sliding_window(50))), [], pack.fill_first_passes
+    s, told, fill = spec(variant=(v.causal(), v.sliding_window(50))), [], first_lines.fill_first_passes
 
     def watched(*args):
         told.append(fill(*args))

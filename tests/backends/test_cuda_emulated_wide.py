@@ -14,7 +14,7 @@ import pytest
 import attnrt as at
 from attnrt import testing
 from attnrt.backends.cuda import boxes
-from attnrt.backends.cuda.pack import has_items
+from attnrt.backends.cuda.select import has_items
 from attnrt.backends.cuda.tables import WIDE
 from attnrt.dtypes import as_dtype
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 import attnrt as at
-from attnrt.backends.cuda import pack, tables
+from attnrt.backends.cuda import first_lines, pack, select, structs, tables
 from attnrt.backends.cuda.render import flatten
 
 STRUCTS = {
-    "FastDiv": pack.FAST_DIV,
-    "PagedKv": pack.PAGED_KV,
-    "PartDesc": pack.PART,
-    "RulerDesc": pack.RULER,
-    "PlanHeader": pack.HEADER,
-    "RunParams": pack.LAUNCH_RUN,
+    "FastDiv": structs.FAST_DIV,
+    "PagedKv": structs.PAGED_KV,
+    "PartDesc": structs.PART,
+    "RulerDesc": structs.RULER,
+    "PlanHeader": structs.HEADER,
+    "RunParams": structs.LAUNCH_RUN,
 }
 CUDA = (
     "#define __device__\n#define __host__\n#define __forceinline__ inline\n#include <algorithm>\n"
@@ -71,7 +71,7 @@ def test_what_struct_packs_is_what_the_dtypes_say():
         stride_token=24,
         stride_head=8,
     )
-    got = np.frombuffer(pack.paged_bytes(view, 2), pack.PAGED_KV)[0]
+    got = np.frombuffer(pack.paged_bytes(view, 2), structs.PAGED_KV)[0]
     want = {
         "ptr": 1 << 40,
         "stride_page": -512,
@@ -86,14 +86,14 @@ def test_what_struct_packs_is_what_the_dtypes_say():
         SimpleNamespace(stride_page=0, stride_token=12, stride_head=8), 2
     )
     loaded = SimpleNamespace(
-        header=SimpleNamespace(ptr=11, shape=(pack.HEADER.itemsize,)),
+        header=SimpleNamespace(ptr=11, shape=(structs.HEADER.itemsize,)),
         room=(12, 1 << 40),
         plan=SimpleNamespace(traits=SimpleNamespace(num_workers=7, workers_of=lambda _: (7, 12))),
     )
     row = SimpleNamespace(ptr=22, strides=(33, 44, 1), shape=(5, 6, 7))
     lse = SimpleNamespace(ptr=55, strides=(66, 77))
     call = SimpleNamespace(loaded=loaded, q=row, k=view, v=view, out=row, lse=lse, sm_scale=0.5)
-    run = np.frombuffer(pack.fill_run(call, 2), pack.LAUNCH_RUN)[0]
+    run = np.frombuffer(pack.fill_run(call, 2), structs.LAUNCH_RUN)[0]
     want = {
         **{"before": 12, "behind": (1 << 32) - 1},
         **{"plan": 11, "q": 22, "q_stride_row": 33, "q_stride_head": 44, "out": 22, "out_stride_row": 33},
@@ -102,8 +102,8 @@ def test_what_struct_packs_is_what_the_dtypes_say():
     }
     assert {name: run[name].item() for name in want} == want
     assert run["v"]["num_slots"] == 336 and run["k"]["ptr"] == 1 << 40
-    at = pack.run_offsets()
-    assert at["scale"] == pack.LAUNCH_RUN.fields["sm_scale"][1] and at["vectors_k"] == at["k"] + 52
+    at = structs.run_offsets()
+    assert at["scale"] == structs.LAUNCH_RUN.fields["sm_scale"][1] and at["vectors_k"] == at["k"] + 52
 
 
 @pytest.mark.parametrize(
@@ -152,11 +152,11 @@ def test_positions_that_no_kernel_reads_are_not_packed(hooks):
         variant=HOOKS[hooks],
     )
     plan = at.make_plan(spec, index, tables.traits_for(spec, 132, "batch", True))
-    assert pack.reads_positions(plan) == asked and plan.index.block_pos is not None
-    packed, _held = pack._first_parts(plan.parts, pack.reads_positions(plan))
+    assert select.reads_positions(plan) == asked and plan.index.block_pos is not None
+    packed, _held = first_lines._first_parts(plan.parts, select.reads_positions(plan))
     assert packed[0].positions == asked and packed[0].indices[0] == 0
     view = SimpleNamespace(ptr=4096)
-    part = SimpleNamespace(**dict.fromkeys(pack.PART_POINTERS, view), block_size=16, heads=2)
+    part = SimpleNamespace(**dict.fromkeys(structs.PART_POINTERS, view), block_size=16, heads=2)
     part.request = SimpleNamespace(ptr=4096, shape=(1,))
-    record = np.frombuffer(pack.pack_parts((part,), asked), pack.PART)[0]
+    record = np.frombuffer(pack.pack_parts((part,), asked), structs.PART)[0]
     assert (record["block_pos"] == 4096) == asked and record["indices"] == 4096

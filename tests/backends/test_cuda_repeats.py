@@ -16,7 +16,7 @@ pytest.importorskip("attnrt.backends.cuda._driver")
 #: ``short(attn)``: whatever leaves the shortest way fails. ``launched(...)``: the addresses and the scale that a launch got.
 TOOLS = """
 import contextlib, pytest, threading
-from attnrt.backends.cuda import pack
+from attnrt.backends.cuda import structs
 
 @contextlib.contextmanager
 def short(attn):
@@ -30,7 +30,7 @@ def short(attn):
         del runtime.run, runtime.append
 
 def launched():
-    return parameter(pack.LAUNCH_RUN, "q", "k", "v", "out", "lse", "sm_scale")
+    return parameter(structs.LAUNCH_RUN, "q", "k", "v", "out", "lse", "sm_scale")
 
 def expected(q, kv, out, lse, scale):
     return [q.ptr, kv[0].ptr, kv[1].ptr, out.ptr, 0 if lse is None else lse.ptr, np.float32(scale)]
@@ -152,7 +152,7 @@ def test_appends(fake):
     fake("""
 from attnrt.backends.cuda.append import _ROWS
 places = np.dtype({"names": ["k", "v", "k_cache", "v_cache", "slots"], "formats": ["<u8"] * 5, "itemsize": 200,
-                   "offsets": [0, 24, _ROWS.size, _ROWS.size + pack.PAGED_KV.itemsize, _ROWS.size + 2 * pack.PAGED_KV.itemsize]})
+                   "offsets": [0, 24, *(_ROWS.size + i * structs.PAGED_KV.itemsize for i in range(3))]})
 attn = at.Attention(s, backend=cuda)
 attn.plan(paged((1, 3)))
 def rows():

@@ -13,7 +13,7 @@ import pytest
 import attnrt as at
 from attnrt import testing
 from attnrt.backends.cuda import tables
-from attnrt.backends.cuda.pack import has_items
+from attnrt.backends.cuda.select import has_items
 from attnrt.scheduler.base import Traits
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -4,7 +4,7 @@
 //
 // A captured graph freezes the struct, so it holds only what outlives a plan (addresses of the workspace, the caller's
 // tensors, parameters of the variant). Everything that a later plan may change (parts, counts, work) is read through
-// those addresses. python: backends/cuda/pack.py writes the same layouts; a test compares the sizes and offsets.
+// those addresses. python: backends/cuda/structs.py has the same layouts; a test compares the sizes and offsets.
 #pragma once
 
 // benchmarks/experiments/decode_profile.py makes this a time stamp.
