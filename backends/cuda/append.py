@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnrt.backends.cuda import driver, pack, structs
+from attnrt.backends.cuda.modules import launch
 from attnrt.backends.cuda.render import THREADS, flatten, variant_text
 from attnrt.backends.cuda.tables import ENUMERATORS
 from attnrt.dtypes import as_dtype
@@ -123,8 +124,6 @@ class Appender:
         self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int
     ) -> None:
         """Enqueue the copy of pages ``pages[0][i]`` over pages ``pages[1][i]`` of each pool."""
-        from attnrt.backends.cuda.modules import launch
-
         spec = self.spec
         module = self.prepare(spec.q_dtype, compose(full()), stream)
         itemsize = as_dtype(spec.kv_dtype).itemsize

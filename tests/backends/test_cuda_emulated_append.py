@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import attnrt as at
-from attnrt.backends.cuda import append, driver, kernel, render
+from attnrt.backends.cuda import append, driver, render
 from attnrt.dtypes import as_dtype
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -72,7 +72,7 @@ class WithAppend(EmulatedCuda):
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    monkeypatch.setattr(kernel, "launch", launch)
+    monkeypatch.setattr(append, "launch", launch)
     monkeypatch.setattr(append, "AppendAgain", Again)
     monkeypatch.setattr(driver, "capturing", lambda device, stream: False)
 
