@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnrt.errors import ArgumentError, DtypeError, LimitError
+from attnrt.formats.base import alignment_of
 from attnrt.memory import ALIGN
 from attnrt.scheduler.base import MERGE_FIELDS, WORK_FIELDS
 
@@ -192,19 +193,9 @@ class Limits:
                 raise LimitError("min_qo_len", shortest, self.min_qo_len, hint)
         if self.kv_alignment is not None:
             found = alignment_of(plan.parts)
-            if found and found % self.kv_alignment:
+            if found % self.kv_alignment:
                 hint = "Nothing was written; plan larger blocks or make the limit smaller"
                 raise LimitError("kv_alignment", found & -found, self.kv_alignment, hint)
-
-
-def alignment_of(parts: Sequence[BlockSparse]) -> int:
-    """A number that every power of two divides at whose multiples keys lie side by side in all lists of a plan; 0: all do."""
-    found = 0
-    for part in parts:
-        found |= int(np.bitwise_or.reduce(part.kv_offset, initial=0))
-        if part.kv_base is None:
-            found |= part.block_size[1]
-    return found
 
 
 def _most(lens: np.ndarray, limit: int | None) -> int:

@@ -12,6 +12,7 @@ from cases import Case
 from harness import Ready
 
 import attnrt as at
+from attnrt.formats.base import alignment_of
 
 __all__ = ["Ours", "OursFlat", "OursHND", "OursPagesNHD"]
 
@@ -56,9 +57,7 @@ def limits_of(index: Any, case: Case) -> at.Limits:
     ):  # the leaves across the cuts, of at most 4096 keys, in single tokens and with mask bits
         more, masked = 4096 * len(case.lens), 512 * len(case.q) if bits else 0
     # What an engine knows of its pages; cuts of shared prefixes may lie anywhere.
-    alignment = (
-        math.gcd(128, *(p.block_size[1] for p in parts if p.kv_base is None)) if len(parts) == 1 else 1
-    )
+    alignment = math.gcd(128, alignment_of(parts)) if len(parts) == 1 else 1
     return at.Limits(
         len(case.lens),
         len(case.q),

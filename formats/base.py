@@ -14,6 +14,7 @@ pool. Three numbers follow from ``j`` and nothing else decides anything:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import numpy as np
 if TYPE_CHECKING:
     from attnrt.formats.dense import Dense
 
-__all__ = ["HOLE", "BlockSparse", "Composite", "Features", "Index", "Requests"]
+__all__ = ["HOLE", "BlockSparse", "Composite", "Features", "Index", "Requests", "alignment_of"]
 
 #: A block id that stands for no block: its keys count in offsets and positions and are never seen.
 HOLE = -1
@@ -222,3 +223,13 @@ Index = BlockSparse | Composite
 def _counts(index: Index) -> str:
     """Requests, queries and keys of an index, for its repr."""
     return f"{len(index.requests)} requests, {index.num_qo} queries, {int(index.requests.kv_lens.sum())} keys"
+
+
+def alignment_of(parts: Sequence[BlockSparse]) -> int:
+    """A number that every power of two divides at whose multiples keys lie side by side in all lists of a plan; 0: all do."""
+    found = 0
+    for part in parts:
+        found |= int(np.bitwise_or.reduce(part.kv_offset, initial=0))
+        if part.kv_base is None:
+            found |= part.block_size[1]
+    return found

@@ -17,6 +17,7 @@ from attnrt.backends.cuda import driver
 from attnrt.backends.cuda.fastdiv import fast_div
 from attnrt.backends.cuda.tables import hopper_config
 from attnrt.dtypes import as_dtype
+from attnrt.formats.base import alignment_of
 from attnrt.tensor import native
 
 if TYPE_CHECKING:
@@ -61,17 +62,12 @@ def of_plan(plan: Plan) -> tuple[int, int]:
 
     The second is for caches in whose pages a box must lie.
     """
-    anywhere = in_pages = LARGEST
+    anywhere = in_pages = alignment_of(plan.parts)
     for part in plan.parts:
-        most = _log2_of_divisor(int(np.bitwise_or.reduce(part.kv_offset, initial=0)))
-        anywhere, in_pages = min(anywhere, most), min(in_pages, most)
-        if part.kv_base is None:
-            most = _log2_of_divisor(part.block_size[1])
-            anywhere, in_pages = min(anywhere, most), min(in_pages, most)
-        else:
-            most = _log2_of_divisor(int(np.bitwise_or.reduce(part.kv_base, initial=0)))
-            in_pages = min(in_pages, most)
-    return tuple(size if size >= SMALLEST else -1 for size in (anywhere, in_pages))  # type: ignore[return-value]
+        if part.kv_base is not None:
+            in_pages |= int(np.bitwise_or.reduce(part.kv_base, initial=0))
+    sizes = (_log2_of_divisor(found) for found in (anywhere, in_pages))
+    return tuple(size if size >= SMALLEST else -1 for size in sizes)  # type: ignore[return-value]
 
 
 def _has_holes(ids: np.ndarray) -> bool:
