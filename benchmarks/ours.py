@@ -46,9 +46,9 @@ def flat_index(case: Case) -> Any:
     return index
 
 
-def limits_of(index: Any, case: Case) -> at.Limits:
+def limits_of(index: Any, spec: at.AttentionSpec, case: Case) -> at.Limits:
     """A promise that holds this index and its like."""
-    parts = getattr(index, "parts", (index,))
+    parts = index.parts_for(spec.composed.reads_key_positions)
     listed = sum(0 if p.indices is None else len(p.indices) for p in parts)
     bits = sum(0 if p.mask is None else p.mask.nbytes for p in parts)
     more, masked = 0, 0
@@ -101,11 +101,12 @@ class Ours:
 
     def prepare(self, case: Case) -> Ready:
         index = self.index(case)
+        spec = specs.spec_of(case.shape, self.kv_layout)
         attn = at.Attention(
-            specs.spec_of(case.shape, self.kv_layout),
+            spec,
             backend=specs.BACKEND,
             device=specs.DEVICE,
-            limits=limits_of(index, case),
+            limits=limits_of(index, spec, case),
             deterministic=self.mode,
         )
         attn.plan(index)
