@@ -162,7 +162,7 @@ class HopperConfig:
 
 #: (head_dim, head_dim_vo) that the Hopper kernel takes: two buffers each of K and V, and one or two of Q, fit in shared memory.
 HOPPER_DIMS = {
-    (64, 64): HopperConfig(kv_tile=128, warpgroups=2),
+    (64, 64): HopperConfig(kv_tile=128, warpgroups=3),
     (128, 64): HopperConfig(kv_tile=128, warpgroups=2),
     (128, 128): HopperConfig(kv_tile=128, warpgroups=2),
     (192, 128): HopperConfig(kv_tile=128, warpgroups=2),
@@ -197,6 +197,10 @@ def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
     found = HOPPER_DIMS.get((spec.head_dim, spec.head_dim_vo))
     if found is None or not types or not words or spec.shared_kv:
         return None
+    # Three warpgroups of consumers leave 160 registers to each of their threads: what holds more than a row's bounds has two.
+    bare = composed.logits is None and composed.mask is None and not composed.reads_index_mask
+    if not bare or hooks or narrow:
+        found = replace(found, warpgroups=2)
     if not hooks and not narrow:
         return found
     # 512 threads get 128 registers each at entry, too few for products of 256 columns (ptxas C7602).

@@ -383,6 +383,7 @@ inline u32 load_byte_if(bool yes, const unsigned char* at) { return yes ? *at : 
 inline void forget() {}
 inline void computed(float, u32) {}
 inline float after(float) { return -INFINITY; }
+inline void renew(int&) {}
 inline void loaded(int) {}
 inline const char* opaque(const char* p) { return p; }
 template <int N>

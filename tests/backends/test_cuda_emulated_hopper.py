@@ -14,6 +14,7 @@ import pytest
 import attnrt as at
 from attnrt import testing
 from attnrt.backends.cuda import first_lines, pack
+from attnrt.backends.cuda.tables import hopper_config
 from attnrt.dtypes import as_dtype
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,6 +28,12 @@ if shutil.which("g++") is None:
 pytestmark = pytest.mark.compile
 
 v = at.variants
+#: What head_dim 64 has three warpgroups of consumers for.
+BARE = {
+    "full": v.full(),
+    "window": (v.causal(), v.sliding_window(70)),
+    "sinks": (v.causal(), v.sink_logits(-1.0)),
+}
 LENGTHS = ([70, 1, 0, 40, 33], [150, 60, 9, 40, 20])
 
 
@@ -67,6 +74,41 @@ def test_sizes_about_a_tile(page_size):
     """Rows and keys one below, at and above a warpgroup's and a tile."""
     _, backend = right(spec(), lengths=([33, 64, 65, 66], [127, 128, 129, 66]), page_size=page_size)
     assert backend.seen == [page_size == 32]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (4, 1), (7, 1), (8, 1)])
+def test_passes_of_three_warpgroups(heads, page_size):
+    """head_dim 64: rows one below, at and above what one, two and three warpgroups hold, at any head of a query; last tiles that
+    one of the three does not see."""
+    s = spec(num_qo_heads=heads[0], num_kv_heads=heads[1])
+    assert hopper_config(s).rows == 192
+    rows = [65, 128, 129, 191, 192, 193, 250]
+    queries = [-(-n * heads[1] // heads[0]) for n in rows]
+    keys = [n + more for n, more in zip(queries, (0, 3, 64, 130, 191, 0, 77), strict=True)]
+    results = []
+    for workers in (1, 3):
+        found, backend = right(s, (queries, keys), EmulatedHopper(workers, seed=workers), page_size=page_size)
+        assert backend.seen == [page_size == 16]
+        results.append(found)
+    testing.same(*results, "one worker and three")
+
+
+@pytest.mark.parametrize("name", ["full", "window", "sinks"])
+def test_what_rows_of_three_warpgroups_see(name):
+    """Passes whose warpgroups see all, other or no keys of a tile."""
+    right(spec(variant=BARE[name]), ([330, 65, 100], [333, 450, 100]))
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_courses_of_scores_at_64(course):
+    """As below, in passes of three warpgroups."""
+    s = spec(variant=v.full())
+    case = along(testing.make_case(s, [100, 33], [560, 300], seed=5), course)
+    batch = testing.lay_out(case, page_size=16)
+    result = testing.run_batch(case, batch, EmulatedHopper(), device="cpu")
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv)
+    testing.compare(s, answer, result.out, result.lse)
 
 
 @pytest.mark.parametrize("course", COURSES)

@@ -28,7 +28,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   using Base = HopperResults<Config, Variant>;
   using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
   using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
-      Base::results, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
+      Base::results, Base::seen_end_, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::record;
   using typename Base::Closing;
   using typename Base::Fate;
@@ -62,6 +62,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     Row rows[2];
     int leaf, offset, stop;  // of the item; of the tile whose weights are next; one past the last key
     bool ends, add;          // the pass's last leaf; O holds something
+    int skips;               // tiles of the leaf behind `stop` that no row of the warpgroup sees: 0 or 1
   };
 
   // Passes from pass_ on, until the list ends or one is there in which the warpgroup has no rows.
@@ -80,6 +81,13 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       wait_v(tile_);
       multiply_values(x.o, x.w, tile_ & 1, x.add);
       ATTNRT_TRACE(group_, tile_, 1);
+      const int skips = L::kSkips ? x.skips : 0;
+      if (skips) {
+        wait_k(tile_ + 1);
+        turn_begin();
+        turn_end();
+        release(meta_.k_empty[(tile_ + 1) & 1]);
+      }
       const int pass = pass_, leaf = x.leaf;
       const bool ends = x.ends;
       if (ends) {
@@ -92,13 +100,17 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       }
       // If nothing is left, this multiplies what lies in the buffers and nobody looks: a branch here would make ptxas
       // serialise (C7515).
-      if (more) wait_k(tile_ + 1);
+      if (more) wait_k(tile_ + 1 + skips);
       ATTNRT_TRACE(group_, tile_, 2);
-      multiply_scores(x.s, pass_ & (L::kBuffersQ - 1), tile_ + 1);
+      multiply_scores(x.s, pass_ & (L::kBuffersQ - 1), tile_ + 1 + skips);
       ATTNRT_TRACE(group_, tile_, 3);
       Closing closing;
       closing.fate = Fate::nothing;
       closing.folds = false;
+      if constexpr (L::kLean) {
+        closing.row[0] = closing.row[1] = {0.0f, 0.0f};
+        ptx::renew(lane_);
+      }
       close_leaf(closing, pass, leaf, ends, x.m, x.l);
       if (!Config::folds && ends) release(meta_.table_empty[L::table(pass)]);
       if (ends && more) {
@@ -110,6 +122,11 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ptx::wgmma_pin(x.o);
       ATTNRT_TRACE(group_, tile_, 5);
       release(meta_.v_empty[tile_ & 1]);
+      tile_ += skips;
+      if (skips) {
+        wait_v(tile_);
+        release(meta_.v_empty[tile_ & 1]);
+      }
       results(closing, pass, leaf, ends, x.o, total);
       ATTNRT_TRACE(group_, tile_, 6);
       ++tile_;
@@ -123,6 +140,12 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     View view;
     x.ends = x.leaf + 1 >= record().item.leaf_end - record().item.leaf_begin;
     x.add = false;
+    if constexpr (L::kSkips) {
+      const int last = (x.stop - 1) / L::kTile * L::kTile;
+      // lane 0 says it, so that ptxas knows that all lanes agree
+      x.skips = __shfl_sync(0xffffffffu, last > x.offset && seen_end_ <= last, 0);
+      if (x.skips) x.stop = last;
+    }
     x.m[0] = x.m[1] = neg_inf();
     x.l[0] = x.l[1] = 0.0f;
     ptx::fresh(x.o);

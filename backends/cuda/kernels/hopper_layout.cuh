@@ -63,6 +63,11 @@ struct HopperLayout {
   static constexpr int kTurnPairs = kTurns ? kTurned / 2 : 0;
   static constexpr bool kHooks = Variant::has_query || Variant::has_key || Variant::has_value;
   static constexpr bool kRewrites = kRewritesQ || kRewritesK || kRewritesV;
+  // Three warpgroups of consumers have few registers: what a loop does not need is found again behind it.
+  static constexpr bool kLean = kGroups > 2;
+  // A warpgroup does without the last tile of a leaf if none of its rows sees a key of it: with three, the diagonal
+  // leaves one of them such a tile in every pass.
+  static constexpr bool kSkips = kLean && Variant::mask_is_interval && !Variant::reads_index_mask;
   static constexpr int kThreads = 128 * (kGroups + (kRewrites ? 2 : 1));
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kTile = Config::kv_tile;
@@ -179,7 +184,7 @@ struct HopperMeta {
   int2 seen[L::kTables][L::kWorkedOut ? L::kRows : 2];  // offsets that the row sees where positions run on: [x, y)
   long long out_at[L::kTables][L::kWorkedOut ? L::kRows : 2];  // elements of the row's place in out; kNothing: no row
   // By 32 rows, of those that are there: highest lowest visible position, lowest highest one, shortest true length, and
-  // the first offset that a mask of some row's own speaks of.
+  // the first offset that a mask of some row's own speaks of, or (kSkips) one past the last that some row sees.
   int4 span[L::kTables][L::kRows / 32];
   long long mask_bit[L::kTables][L::kMaskRows];  // of the key at offset 0, counted from address 0
   int mask_from[L::kTables][L::kMaskRows];

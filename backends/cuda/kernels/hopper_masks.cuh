@@ -35,6 +35,7 @@ class HopperMasks : public HopperRows<Config, Variant> {
 
   // What rows see of tile t, before its scores are known.
   __device__ __forceinline__ void look(View& view, const Row (&rows)[2], int t, int offset) {
+    if constexpr (L::kLean) view.bits[0] = view.bits[1] = 0;  // else the last tile's would be kept
     view.all = Variant::mask_is_interval && offset >= whole_begin_ && offset + L::kTile <= whole_end_;
     if (view.all) return;
     if (!runs_) {
@@ -198,8 +199,9 @@ class HopperMasks : public HopperRows<Config, Variant> {
   __device__ __forceinline__ void look_at_run(View& view, const Row (&rows)[2], int offset) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      view.bits[half] =
-          low_bits(keys_before(rows[half].last - offset)) & ~low_bits(keys_before(rows[half].first - offset));
+      int2 seen = make_int2(rows[half].first, rows[half].last);
+      if constexpr (L::kLean) seen = this->seen_by(row_of(half));
+      view.bits[half] = low_bits(keys_before(seen.y - offset)) & ~low_bits(keys_before(seen.x - offset));
     }
   }
   // How many of the first n keys of a tile are this thread's.

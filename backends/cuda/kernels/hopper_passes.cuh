@@ -214,6 +214,9 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
     ptx::mbar_arrive_warp(bar(meta_.pass_full[0]), lane_);
   }
 
+  // Of a pass's rows those that are asked for before the first is used, by 32.
+  static constexpr int kFetched = L::kLean ? 1 : L::kRows / 32;
+
   // Word `lane` of an item of the list.
   static constexpr int kWords = sizeof(WorkItem) / 4;
   __device__ __forceinline__ int item_word(int item, int end) const {
@@ -258,9 +261,9 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
     ATTNRT_TRACE(3, count, 0);
     const PartDesc& part = meta_.tables.part;
     const int said = fetch_list(item, head);
-    Query query[L::kRows / 32];
+    Query query[kFetched];
 #pragma unroll
-    for (int i = 0; i < L::kRows / 32; ++i) query[i] = fetch_query(item, part, first + i * 32 + lane_);
+    for (int i = 0; i < kFetched; ++i) query[i] = fetch_query(item, part, first + i * 32 + lane_);
     ptx::whole_warp(this->base_);
     auto get = [&](int i) { return __shfl_sync(0xffffffffu, said, i); };
     KvList list;
@@ -292,9 +295,12 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
     } else {  // not unrolled: at a kernel's start each line of code is as far away as data
 #pragma unroll 1
       for (int r = lane_; r < L::kRows; r += 32) {
+        Query next;
+        if constexpr (kFetched < L::kRows / 32) next = fetch_query(item, part, first + kFetched * 32 + r);
         put(r, query[0]);
 #pragma unroll
-        for (int i = 0; i + 1 < L::kRows / 32; ++i) query[i] = query[i + 1];
+        for (int i = 0; i + 1 < kFetched; ++i) query[i] = query[i + 1];
+        if constexpr (kFetched < L::kRows / 32) query[kFetched - 1] = next;
       }
     }
     ptx::mbar_arrive_warp(bar(meta_.table_full[L::table(count)]), lane_);

@@ -151,6 +151,9 @@ ATTNRT_DEV const char* opaque(const char* p) {
   return p;
 }
 
+// What follows from x is worked out again, instead of being kept.
+ATTNRT_DEV void renew(int& x) { asm volatile("" : "+r"(x)); }
+
 // A use that keeps the load of x.
 ATTNRT_DEV void loaded(int x) { asm volatile("" ::"r"(x)); }
 

@@ -79,7 +79,12 @@ class HopperRows {
     idle_ = all.x == kDeadKey;
     shift_ = pass.shift;
     whole_begin_ = offset_from(pass, all.x);
-    whole_end_ = min(min(offset_past(pass, all.y), all.z), all.w);
+    whole_end_ = min(offset_past(pass, all.y), all.z);
+    if constexpr (L::kSkips) {
+      seen_end_ = runs_ ? all.w : 0x7fffffff;
+    } else {
+      whole_end_ = min(whole_end_, all.w);
+    }
     if (!runs_ || negate_) {
       whole_begin_ = 0x7fffffff;
       whole_end_ = 0;
@@ -113,7 +118,7 @@ class HopperRows {
   // HopperMeta::span of the warpgroup's rows.
   __device__ __forceinline__ int4 span() const {
     const int4 x = meta_.span[L::table(pass_)][2 * group_], y = meta_.span[L::table(pass_)][2 * group_ + 1];
-    return make_int4(max(x.x, y.x), min(x.y, y.y), min(x.z, y.z), min(x.w, y.w));
+    return make_int4(max(x.x, y.x), min(x.y, y.y), min(x.z, y.z), L::kSkips ? max(x.w, y.w) : min(x.w, y.w));
   }
 
   const RunParams& p_;
@@ -123,6 +128,7 @@ class HopperRows {
   int lane_, group_, warp_;
   int tile_, pass_;              // so far: they number buffers and phases
   int whole_begin_, whole_end_;  // offsets
+  int seen_end_;                 // kSkips: no row sees this offset or one behind it
   int shift_;                    // where positions run on: position of offset 0
   bool negate_, runs_;           // runs_: positions run on with offsets
   bool idle_ = false;            // the warpgroup has no row

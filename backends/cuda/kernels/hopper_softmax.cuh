@@ -105,7 +105,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
       return;
     }
     float x, y;
-    if constexpr (kBits && !Variant::has_logits && kO > 32) {
+    if constexpr (kBits && !Variant::has_logits && (kO > 32 || L::kGroups > 2)) {
       int a = extreme<true>(0, s, m[0]), b = extreme<true>(1, s, m[1]);
       x = of_quad(__int_as_float(a));
       if (__any_sync(0xffffffffu, (a | b) < 0)) {  // bits of negative numbers ascend as these descend

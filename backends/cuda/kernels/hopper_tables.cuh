@@ -117,6 +117,8 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     span.w = 0x7fffffff;
     if constexpr (Variant::reads_index_mask) {
       span.w = __reduce_min_sync(0xffffffffu, entry.bit != kNoMask ? entry.from : 0x7fffffff);
+    } else if constexpr (L::kSkips) {
+      span.w = __reduce_max_sync(0xffffffffu, there ? min(offset_past(bounds, row.w), limit) : 0);
     }
     if (lane_ == 0) meta_.span[L::table(pass)][r / 32] = span;
     if constexpr (Variant::reads_index_mask) {
