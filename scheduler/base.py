@@ -154,6 +154,9 @@ class Team:
         What stands for ``fixed`` where workers are left to the others (``overlap``); 0: ``fixed`` itself.
     tile : int
         Costs count keys by so many: a kernel multiplies whole tiles, which lie at multiples of their size. 0: one by one.
+    grain : int
+        Where it has fewer items than workers, its classes' tiles lose so many query-head rows at a time as long as no worker
+        has two, but for the cuts of their keys. 0: they do not.
     """
 
     name: str
@@ -170,6 +173,7 @@ class Team:
     again: float = 0.0
     beside: float = 0.0
     tile: int = 0
+    grain: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

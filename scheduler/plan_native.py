@@ -118,7 +118,7 @@ def _traits_struct(traits: Traits) -> Any:
     for team, out in zip(traits.teams, struct.crews[1 : len(crews)], strict=True):
         out.section, out.first_class, out.rows = team.section, team.first_class, team.rows
         out.unit, out.overlap, out.beside = team.unit, team.overlap, team.beside
-        out.again, out.tile = team.again, team.tile
+        out.again, out.tile, out.grain = team.again, team.tile, team.grain
     struct.num_crews = len(crews)
     struct.num_classes, struct.split_heads = len(traits.classes), traits.split_heads
     for klass, out in zip(traits.classes, struct.classes, strict=False):

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attnrt.scheduler.mask_range import mask_range
 from attnrt.scheduler.problem import Problem, visible_range
+
+if TYPE_CHECKING:
+    from attnrt.scheduler.base import Team
 
 __all__ = ["Tile", "find_tiles", "mark_rows", "rows_of", "units_of"]
 
@@ -46,13 +50,35 @@ class Tile:
 
 def find_tiles(problem: Problem) -> list[Tile]:
     """Tiles in order of part, block row, query and head, with the live keys that each may see."""
+    rows = [klass.q_tile for klass in problem.traits.classes]
+    tiles = _cut(problem, rows)
+    for team in problem.traits.teams:
+        most = max(rows[team.first_class :], default=0)
+        while 0 < _items(tiles, team) < team.num_workers and 0 < team.grain < most:
+            most -= team.grain
+            finer = [*rows[: team.first_class], *(min(n, most) for n in rows[team.first_class :])]
+            found = _cut(problem, finer)
+            if _items(found, team) > team.num_workers:
+                break
+            rows, tiles = finer, found
+    _find_keys(problem, tiles)
+    return tiles
+
+
+def _items(tiles: list[Tile], team: Team) -> int:
+    """Tiles of a team's classes, one for each KV head."""
+    return sum(tile.heads for tile in tiles if tile.klass >= team.first_class)
+
+
+def _cut(problem: Problem, rows: list[int]) -> list[Tile]:
+    """Tiles of at most so many query-head rows, by class."""
     tiles: list[Tile] = []
     req_class = problem.req_class
     for p, part in enumerate(problem.parts):
         for row in range(part.num_rows):
             begin, end = int(part.qo_indptr[row]), int(part.qo_indptr[row + 1])
             for q_begin, q_end, klass in _groups(problem, req_class, p, begin, end):
-                step = max(1, problem.traits.classes[klass].q_tile // problem.group)
+                step = max(1, rows[klass] // problem.group)
                 for q in range(q_begin, q_end, step):
                     for head in range(part.heads):
                         heads = (0, problem.num_kv_heads) if part.heads == 1 else (head, head + 1)
@@ -67,7 +93,6 @@ def find_tiles(problem: Problem) -> list[Tile]:
                                 klass=klass,
                             )
                         )
-    _find_keys(problem, tiles)
     return tiles
 
 

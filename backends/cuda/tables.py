@@ -321,6 +321,7 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
             fixed=PASS_KEYS,
             section=section,
             tile=wide.kv_tile,
+            grain=64 if wide.warpgroups == 3 else 0,
         )
         teams.append(_beside_decode(team, spec, wide, key_bytes) if config.q_blocks else team)
     # Seconds that a key costs a worker while all others read as well.

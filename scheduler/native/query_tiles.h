@@ -39,13 +39,17 @@ class QueryTiles {
   int32_t units = 1;
 
  private:
+  void cut();
+  void narrow(const attnrt_crew& team);
+  int64_t items_of(const attnrt_crew& team) const;
   void cut_row(int part, int row);
   void tiles_of(int part, int row, int q_begin, int q_end, int klass);
   void find_keys(Tile& tile) const;
   void mark_rows();
 
   const attnrt_problem* pr = nullptr;
-  std::vector<int> steps;  // queries per tile of each class
+  std::vector<int> rows;  // of q's heads per tile, and
+  std::vector<int> steps;  // queries, of each class
   std::vector<int32_t> req_class;
   std::vector<int32_t> count, first;
 };
@@ -54,18 +58,50 @@ inline void QueryTiles::find(const attnrt_problem& problem) {
   pr = &problem;
   units = units_of(problem);
   rulers.clear();
-  steps.clear();
+  rows.clear();
   for (int i = 0; i < pr->traits->num_classes; ++i) {
     rulers.emplace_back(pr->traits->classes[i]);
-    steps.push_back(std::max(1, pr->traits->classes[i].q_tile / pr->group));
+    rows.push_back(pr->traits->classes[i].q_tile);
   }
   classes_of(problem, req_class);
-  tiles.clear();
-  for (int p = 0; p < pr->num_parts; ++p)
-    for (int row = 0; row < pr->part[p].num_rows; ++row) cut_row(p, row);
+  cut();
+  for (int k = 1; k < pr->traits->num_crews; ++k) narrow(pr->traits->crews[k]);
   if (pr->num_parts == 1) return;
   mark_rows();
   tiles.erase(std::remove_if(tiles.begin(), tiles.end(), [](const Tile& t) { return t.keys() == 0; }), tiles.end());
+}
+
+inline void QueryTiles::cut() {
+  steps.clear();
+  for (const int n : rows) steps.push_back(std::max(1, n / pr->group));
+  tiles.clear();
+  for (int p = 0; p < pr->num_parts; ++p)
+    for (int row = 0; row < pr->part[p].num_rows; ++row) cut_row(p, row);
+}
+
+// Where a team has fewer items than workers: tiles of fewer rows, as long as no worker has two.
+inline void QueryTiles::narrow(const attnrt_crew& team) {
+  const size_t first = size_t(team.first_class);
+  if (!team.grain || first >= rows.size()) return;
+  int most = *std::max_element(rows.begin() + ptrdiff_t(first), rows.end());
+  for (int64_t items = items_of(team); items > 0 && items < team.num_workers && team.grain < most;) {
+    const std::vector<int> before = rows;
+    most -= team.grain;
+    for (size_t i = first; i < rows.size(); ++i) rows[i] = std::min(rows[i], most);
+    cut();
+    items = items_of(team);
+    if (items <= team.num_workers) continue;
+    rows = before;
+    cut();
+    return;
+  }
+}
+
+// Its tiles, one for each KV head.
+inline int64_t QueryTiles::items_of(const attnrt_crew& team) const {
+  int64_t items = 0;
+  for (const Tile& t : tiles) items += t.klass >= team.first_class ? t.heads() : 0;
+  return items;
 }
 
 // Query ranges of one class and limit.
