@@ -48,7 +48,7 @@ class QueryTiles {
   void mark_rows();
 
   const attnrt_problem* pr = nullptr;
-  std::vector<int> rows;  // of q's heads per tile, and
+  std::vector<int> rows;   // of q's heads per tile, and
   std::vector<int> steps;  // queries, of each class
   std::vector<int32_t> req_class;
   std::vector<int32_t> count, first;

@@ -101,7 +101,13 @@ def test_registers_and_spills(name, arch):
 #: by roles it is less where no stage rewrites tiles (plain forms of 128 and less: 0).
 HOPPER_SPECS = {
     "bf16 128": ({}, (4, 4, 16, 4)),
-    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (4, 4, 4, 4)),
+    # Three warpgroups of consumers leave the loader 32 registers; theirs spill a few words at the ends of leaves.
+    "fp16 64": ({"q_dtype": "float16", "head_dim": 64}, (390, 420, 474, 496)),
+    "64, window, sinks": (
+        {"head_dim": 64, "variant": (v.causal(), v.sliding_window(300), v.sink_logits(-1.0))},
+        (390, 428, 474, 504),
+    ),
+    "64, softcap": ({"head_dim": 64, "variant": (v.causal(), v.softcap(20.0))}, (12, 4, 12, 4)),
     "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (28, 4, 28, 4)),
     # O takes 128 registers, and the next leaf's first scores are under way while it is written; nothing spills between two
     # whole tiles.
@@ -173,6 +179,19 @@ def test_which_specs_the_hopper_kernel_takes():
         *("bf16 128", "all hooks", "fp8 128", "sigmoid mask", "fp16 64", "16 rows"),
         *("window, softcap", "bf16 192/128", "bf16 256"),
     ]
+    narrow = {"head_dim": 64}
+    for changes, rows in (
+        ({}, 128),
+        (narrow, 192),
+        ({**narrow, "variant": (v.causal(), v.sliding_window(9), v.sink_logits(-1.0))}, 192),
+        ({**narrow, "variant": v.softcap(20.0)}, 128),
+        ({**narrow, "variant": v.custom_mask()}, 128),
+        ({**narrow, "variant": v.rope(64)}, 128),
+        ({**narrow, "kv_dtype": "float8_e4m3fn"}, 128),
+    ):
+        s = spec(**changes)
+        assert hopper_config(s).rows == rows
+        assert [c.q_tile for c in traits_for(s, 132, "batch", hopper=True).classes[1:]] == [rows] * 2
     for changes in (
         {"head_dim": 256, "kv_dtype": "float8_e4m3fn"},
         {"variant": v.rope(24)},

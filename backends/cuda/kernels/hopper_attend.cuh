@@ -7,7 +7,8 @@
 // at last the product of the last tile. P never leaves registers. Behind that last product go the first scores of what
 // comes next, and under these the leaf's O is finished and written. In the loop over tiles warpgroups take turns at
 // issuing (named barriers), so that one's exponentials run under the other's products; at the ends of leaves nobody
-// waits for a turn. Row r of a pass is query r / group, head r % group.
+// waits for a turn. With three, a warpgroup none of whose rows sees a key of a leaf's last tile hands that tile back
+// and takes its turn, without a product. Row r of a pass is query r / group, head r % group.
 //
 // Numerics. Keys ascend from the leaf's start in tiles at multiples of kTile; a row's maximum, its shrink factor and
 // its sum belong to that row's own thread quad: lane t of the quad adds its keys 8n + 2t, 8n + 2t + 1 pair by pair in

@@ -3,9 +3,9 @@
 // share. It runs prefill, append and mixed batches of Attention on sm_90 (docs/performance.md, Prefill);
 // benchmarks/experiments/prefill.cu builds, checks and times it, prefill_emulate.sh checks it on a CPU.
 //
-// One CTA per SM: a loader warpgroup and Config::warpgroups consumer warpgroups of 64 rows each. Operands lie as wgmma
-// wants them: slabs of 64 elements, a slab row is 128 bytes with the 128-byte swizzle, [slab][row][64]. Q and the K and
-// V tiles have two buffers each.
+// One CTA per SM: a loader warpgroup and Config::warpgroups (two or three) consumer warpgroups of 64 rows each.
+// Operands lie as wgmma wants them: slabs of 64 elements, a slab row is 128 bytes with the 128-byte swizzle,
+// [slab][row][64]. Q and the K and V tiles have two buffers each.
 #pragma once
 #include "cursor.cuh"
 #include "finish.cuh"
