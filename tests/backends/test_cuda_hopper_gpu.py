@@ -162,6 +162,17 @@ def test_bitwise(oracle, lengths, name):
         getattr(testing, oracle)(case, "nvrtc")
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, PROMPTS], ids=["mixed", "prompts"])
+@pytest.mark.parametrize("oracle", ["poison", "workers", "batch_invariance", "sentinel"])
+def test_passes_of_three_warpgroups_bitwise(oracle, lengths):
+    """head_dim 64: 192 rows, or fewer where items are fewer than workers."""
+    case = testing.make_case(spec(head_dim=64, head_dim_vo=64), *lengths)
+    if oracle == "workers":
+        testing.workers(case, "nvrtc", (528, 524, 264, 28, 1))
+    else:
+        getattr(testing, oracle)(case, "nvrtc")
+
+
 @pytest.mark.parametrize("page_size", [16, 1])
 def test_history_changes_nothing(page_size):
     cases = [testing.make_case(spec(), *lengths, seed=7) for lengths in (LENGTHS, ([1, 2], [300, 20]))]
