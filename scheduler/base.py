@@ -154,9 +154,10 @@ class Team:
         What stands for ``fixed`` where workers are left to the others (``overlap``); 0: ``fixed`` itself.
     tile : int
         Costs count keys by so many: a kernel multiplies whole tiles, which lie at multiples of their size. 0: one by one.
-    grain : int
-        Where it has fewer items than workers, its classes' tiles lose so many query-head rows at a time as long as no worker
-        has two, but for the cuts of their keys. 0: they do not.
+    sizes : tuple of (int, int)
+        Query-head rows that a tile may have at most, rising, and what a key costs a tile of no more, in hundredths. Where it has
+        fewer than three items a worker, its classes' tiles are cut by that size with which its longest worker ends first. (): by
+        ``q_tile``.
     """
 
     name: str
@@ -173,7 +174,7 @@ class Team:
     again: float = 0.0
     beside: float = 0.0
     tile: int = 0
-    grain: int = 0
+    sizes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,7 @@ _NW, _NM = len(WORK_FIELDS), len(MERGE_FIELDS)
 OUTSIDE = 2
 _MOST_CLASSES = _MOST_SPANS = 8
 _MOST_TEAMS = 2
+_MOST_SIZES = 4
 _INT32_MAX = (1 << 31) - 1
 _INT32, _empty, _ndarray = np.dtype(np.int32), np.empty, np.ndarray
 _NO_MERGES = MergeList(
@@ -97,7 +98,13 @@ def can_plan(traits: Traits) -> bool:
 
 def _fits(traits: Traits) -> bool:
     steps = [len(klass.ruler.steps) for klass in traits.classes]
-    return len(steps) <= _MOST_CLASSES and max(steps) < _MOST_SPANS and len(traits.teams) <= _MOST_TEAMS
+    sizes = max((len(team.sizes) for team in traits.teams), default=0)
+    return (
+        len(steps) <= _MOST_CLASSES
+        and max(steps) < _MOST_SPANS
+        and len(traits.teams) <= _MOST_TEAMS
+        and sizes <= _MOST_SIZES
+    )
 
 
 def _traits_struct(traits: Traits) -> Any:
@@ -118,7 +125,9 @@ def _traits_struct(traits: Traits) -> Any:
     for team, out in zip(traits.teams, struct.crews[1 : len(crews)], strict=True):
         out.section, out.first_class, out.rows = team.section, team.first_class, team.rows
         out.unit, out.overlap, out.beside = team.unit, team.overlap, team.beside
-        out.again, out.tile, out.grain = team.again, team.tile, team.grain
+        out.again, out.tile, out.num_sizes = team.again, team.tile, len(team.sizes)
+        for i, (rows, cost) in enumerate(team.sizes):
+            out.size_rows[i], out.size_cost[i] = rows, cost
     struct.num_crews = len(crews)
     struct.num_classes, struct.split_heads = len(traits.classes), traits.split_heads
     for klass, out in zip(traits.classes, struct.classes, strict=False):

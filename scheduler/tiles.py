@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,10 @@ from attnrt.scheduler.problem import Problem, visible_range
 if TYPE_CHECKING:
     from attnrt.scheduler.base import Team
 
-__all__ = ["Tile", "find_tiles", "mark_rows", "rows_of", "units_of"]
+__all__ = ["FEW", "Tile", "find_tiles", "mark_rows", "rows_of", "units_of"]
+
+#: Items a worker from which on the size of a team's tiles is not weighed.
+FEW = 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,21 +57,37 @@ def find_tiles(problem: Problem) -> list[Tile]:
     rows = [klass.q_tile for klass in problem.traits.classes]
     tiles = _cut(problem, rows)
     for team in problem.traits.teams:
-        most = max(rows[team.first_class :], default=0)
-        while 0 < _items(tiles, team) < team.num_workers and 0 < team.grain < most:
-            most -= team.grain
-            finer = [*rows[: team.first_class], *(min(n, most) for n in rows[team.first_class :])]
-            found = _cut(problem, finer)
-            if _items(found, team) > team.num_workers:
-                break
-            rows, tiles = finer, found
-    _find_keys(problem, tiles)
+        if not team.sizes or not 0 < _items(tiles, team) < FEW * team.num_workers:
+            continue
+        least, own = _longest(problem, tiles, team), rows[team.first_class :]
+        for size, _ in team.sizes[-2::-1]:
+            other = [*rows[: team.first_class], *(min(n, size) for n in own)]
+            found = _cut(problem, other)
+            longest = _longest(problem, found, team)
+            if longest < least:
+                least, rows, tiles = longest, other, found
     return tiles
 
 
 def _items(tiles: list[Tile], team: Team) -> int:
     """Tiles of a team's classes, one for each KV head."""
     return sum(tile.heads for tile in tiles if tile.klass >= team.first_class)
+
+
+def _longest(problem: Problem, tiles: list[Tile], team: Team) -> int:
+    """When the last of a team's workers ends, by whole numbers: longest first, runs of keys cut to leaves."""
+    costs: list[int] = []
+    for tile in tiles:
+        if tile.klass < team.first_class:
+            continue
+        rows, leaf = tile.queries * problem.group, problem.traits.classes[tile.klass].ruler.tail
+        each = next((cost for size, cost in team.sizes if rows <= size), team.sizes[-1][1])
+        for begin in range(0, max(1, tile.keys), leaf):
+            costs += [each * (int(team.fixed) + min(leaf, tile.keys - begin))] * tile.heads
+    ends = [0] * team.num_workers
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(ends, ends[0] + cost)
+    return max(ends)
 
 
 def _cut(problem: Problem, rows: list[int]) -> list[Tile]:
@@ -93,6 +113,7 @@ def _cut(problem: Problem, rows: list[int]) -> list[Tile]:
                                 klass=klass,
                             )
                         )
+    _find_keys(problem, tiles)
     return tiles
 
 

@@ -184,6 +184,8 @@ SECTION_BYTES = 8 << 20
 #: Keys that a pass of the Hopper kernel costs beside its own, alone and where the decode kernel runs meanwhile (measured:
 #: performance.md).
 PASS_KEYS, PASS_KEYS_BESIDE = 192.0, 400.0
+#: What a key costs a pass of one, two or three warpgroups of a kernel that has three (measured: performance.md; one by estimate).
+SIZES = ((64, 75), (128, 105), (192, 124))
 
 
 def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
@@ -321,7 +323,7 @@ def traits_for(spec: AttentionSpec, multiprocessors: int, deterministic: str, ho
             fixed=PASS_KEYS,
             section=section,
             tile=wide.kv_tile,
-            grain=64 if wide.warpgroups == 3 else 0,
+            sizes=SIZES if wide.warpgroups == 3 else (),
         )
         teams.append(_beside_decode(team, spec, wide, key_bytes) if config.q_blocks else team)
     # Seconds that a key costs a worker while all others read as well.

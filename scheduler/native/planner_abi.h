@@ -57,7 +57,9 @@ typedef struct {
   int32_t share;              // workers of a multiprocessor, 0: they share nothing
   int32_t first_class, rows;  // it takes tiles of classes from here on with more query-head rows than so many
   int32_t tile;               // costs count keys by so many, at multiples of it; 0: one by one
-  int32_t grain;              // rows that its tiles lose at a time where they are fewer than its workers; 0: none
+  int32_t num_sizes;          // of tiles, to be weighed where items are few; 0: none
+  int32_t size_rows[4];       // most query-head rows, rising
+  int32_t size_cost[4];       // of a key, in hundredths
 } attnrt_crew;
 
 typedef struct {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -42,6 +43,7 @@ class QueryTiles {
   void cut();
   void narrow(const attnrt_crew& team);
   int64_t items_of(const attnrt_crew& team) const;
+  int64_t longest(const attnrt_crew& team);
   void cut_row(int part, int row);
   void tiles_of(int part, int row, int q_begin, int q_end, int klass);
   void find_keys(Tile& tile) const;
@@ -52,6 +54,7 @@ class QueryTiles {
   std::vector<int> steps;  // queries, of each class
   std::vector<int32_t> req_class;
   std::vector<int32_t> count, first;
+  std::vector<int64_t> costs, ends;  // of few items
 };
 
 inline void QueryTiles::find(const attnrt_problem& problem) {
@@ -79,22 +82,25 @@ inline void QueryTiles::cut() {
     for (int row = 0; row < pr->part[p].num_rows; ++row) cut_row(p, row);
 }
 
-// Where a team has fewer items than workers: tiles of fewer rows, as long as no worker has two.
+// Where a team has few items: tiles of that size with which its longest worker ends first.
 inline void QueryTiles::narrow(const attnrt_crew& team) {
+  constexpr int kFew = 3;
   const size_t first = size_t(team.first_class);
-  if (!team.grain || first >= rows.size()) return;
-  int most = *std::max_element(rows.begin() + ptrdiff_t(first), rows.end());
-  for (int64_t items = items_of(team); items > 0 && items < team.num_workers && team.grain < most;) {
-    const std::vector<int> before = rows;
-    most -= team.grain;
-    for (size_t i = first; i < rows.size(); ++i) rows[i] = std::min(rows[i], most);
+  const int64_t items = team.num_sizes && first < rows.size() ? items_of(team) : 0;
+  if (items == 0 || items >= int64_t(kFew) * team.num_workers) return;
+  const std::vector<int> own = rows;
+  std::vector<int> best = rows, now;
+  int64_t least = longest(team);
+  for (int i = team.num_sizes - 2; i >= 0; --i) {
+    rows = own;
+    for (size_t k = first; k < rows.size(); ++k) rows[k] = std::min(own[k], team.size_rows[i]);
+    now = rows;
     cut();
-    items = items_of(team);
-    if (items <= team.num_workers) continue;
-    rows = before;
-    cut();
-    return;
+    const int64_t found = longest(team);
+    if (found < least) least = found, best = rows;
   }
+  rows = best;
+  if (now != best) cut();
 }
 
 // Its tiles, one for each KV head.
@@ -102,6 +108,30 @@ inline int64_t QueryTiles::items_of(const attnrt_crew& team) const {
   int64_t items = 0;
   for (const Tile& t : tiles) items += t.klass >= team.first_class ? t.heads() : 0;
   return items;
+}
+
+// When the last of its workers ends, by whole numbers: longest first, runs of keys cut to leaves.
+inline int64_t QueryTiles::longest(const attnrt_crew& team) {
+  costs.clear();
+  for (const Tile& t : tiles) {
+    if (t.klass < team.first_class) continue;
+    const attnrt_class& klass = pr->traits->classes[t.klass];
+    const int64_t leaf = klass.span_size[klass.num_spans - 1], keys = t.keys();
+    int size = 0;
+    while (size + 1 < team.num_sizes && t.queries() * pr->group > team.size_rows[size]) ++size;
+    for (int64_t begin = 0; begin < std::max<int64_t>(1, keys); begin += leaf) {
+      const int64_t cost = team.size_cost[size] * (int64_t(team.fixed) + std::min(leaf, keys - begin));
+      costs.insert(costs.end(), size_t(t.heads()), cost);
+    }
+  }
+  std::sort(costs.begin(), costs.end(), std::greater<int64_t>());
+  ends.assign(size_t(team.num_workers), 0);  // a heap, the least first
+  for (const int64_t cost : costs) {
+    std::pop_heap(ends.begin(), ends.end(), std::greater<int64_t>());
+    ends.back() += cost;
+    std::push_heap(ends.begin(), ends.end(), std::greater<int64_t>());
+  }
+  return *std::max_element(ends.begin(), ends.end());
 }
 
 // Query ranges of one class and limit.

@@ -38,7 +38,7 @@ def spec(qo_heads=4, kv_heads=2, left=None, right=None, head_dim=64):
     )
 
 
-def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, grain=0, **more):
+def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, sizes=(), **more):
     """Three classes with small leaves, so that small batches are cut; ``team``: (first class, section) of a second crew;
     ``wide``: the rows past which a tile goes to a crew before that."""
     rulers = (Ruler(steps=((2, leaf), (2, 2 * leaf)), tail=4 * leaf), Ruler(tail=4 * leaf), Ruler())
@@ -60,7 +60,7 @@ def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, grain=0, **more)
             "fixed": 7.0,
             "section": section,
             "tile": 8 if section else 0,
-            "grain": grain,
+            "sizes": sizes,
         }
         own |= {"unit": 0.75, "overlap": overlap[0], "beside": 9.5 if section else 0.0} if overlap else {}
         teams.append(Team(name="team", first_class=first, **own))
@@ -179,7 +179,7 @@ class Case:
     pad: int
     team: tuple | None
     wide: int | None
-    grain: int
+    sizes: tuple
     sharing: Sharing | None
 
     @property
@@ -197,7 +197,7 @@ class Case:
                 self.workers,
                 team=self.team,
                 wide=self.wide,
-                grain=self.grain,
+                sizes=self.sizes,
                 sharing=self.sharing,
             ),
             **{**values, **more},
@@ -232,7 +232,7 @@ def cases(draw, heads=(1, 2), share=(False, True)):
         pad=draw(st.integers(0, 2)),
         team=draw(st.sampled_from([None, (1, 0), (1, 300), (2, 64), (2, 1), (1, 0, 0.5), (1, 64, 0.25)])),
         wide=draw(st.sampled_from([None, 0, 2, 5])),
-        grain=draw(st.sampled_from([0, 0, 4, 12])),
+        sizes=draw(st.sampled_from([(), (), ((8, 60), (16, 90), (32, 120)), ((12, 100), (32, 101))])),
         sharing=draw(st.sampled_from(SHARINGS)),
     )
 

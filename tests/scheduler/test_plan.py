@@ -295,18 +295,19 @@ def test_a_team_leaves_workers_to_the_others():
     assert used[0] == end - first >= used[1] > used[2] > used[3] == 0
 
 
-def test_few_items_of_a_team_have_fewer_rows():
-    """As few as leave no worker two: of 32 rows, 24, 16, 8 of them, and no fewer."""
+def test_few_items_of_a_team_are_cut_by_what_ends_first():
+    """Tiles of 32 rows are 1.2 as long as those of 16 and twice as long as those of 8: 8 where all have a worker of their own, 16
+    or 32 by the longest worker, 32 where there are three items a worker."""
     rows = []
-    for workers in (1, 2, 4, 6, 9, 40):
-        machine = plan_cases.traits(2, team=(2, 0), grain=8)
+    for workers in (1, 2, 3, 4, 6, 8, 40):
+        machine = plan_cases.traits(2, team=(2, 0), sizes=((8, 60), (16, 100), (32, 120)))
         machine = replace(machine, teams=(replace(machine.teams[0], num_workers=workers),))
-        plan = make_plan(plan_cases.spec(1, 1), plan_cases.paged([64, 1], [64, 9]), machine)
+        plan = make_plan(plan_cases.spec(1, 1), plan_cases.paged([96, 1], [96, 9]), machine)
         verify_plan(plan)
         theirs = slice(*plan.work.worker_indptr[[2, 2 + workers]])
         lengths = (plan.work["q_end"] - plan.work["q_begin"])[theirs]
         rows.append(int(lengths.max()))
-    assert rows == [32, 32, 16, 16, 8, 8]
+    assert rows == [32, 32, 32, 32, 16, 16, 8]
 
 
 @pytest.mark.parametrize(("again", "items"), [(0.0, 12), (500.0, 4)])
