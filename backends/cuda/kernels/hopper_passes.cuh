@@ -142,16 +142,12 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
         continue;
       }
       const char* at;
-      bool even = evenly(pass.item, part, pass.head, pass.first, 0, L::kRows, at);
+      const bool even = evenly(pass.item, part, pass.head, pass.first, 0, L::kRows, at);
       ATTNRT_TRACE(2, count, 1);
       wait_queries(count);
       ATTNRT_TRACE(2, count, 2);
 #pragma unroll 1
       for (int row = 0; row < L::kRows; row += 32) {
-        if constexpr (L::kLean) {  // passes that do not fill all warpgroups are many: nobody reads the others' rows
-          if (pass.item.q_begin + (pass.first + row / 64 * 64) / Config::group >= pass.item.q_end) break;
-          even = evenly(pass.item, part, pass.head, pass.first, row, 32, at);
-        }
         copy_queries(even, at, pass.item, part, pass.head, pass.first, row, count);
       }
       ATTNRT_TRACE(2, count, 3);
