@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import attnrt as at
 from attnrt import testing
 from attnrt.backends.cuda.select import decode_queries, has_items, limits_decode
 from attnrt.backends.cuda.tables import WIDE
+from attnrt.scheduler.base import Ruler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from emulated_cuda import EmulatedCuda
@@ -139,6 +141,26 @@ def test_workers(decode):
         testing.run_batch(case, batch, EmulatedCuda(decode, multiprocessors=n), device="cpu") for n in (1, 40)
     )
     testing.same(few, many, "1 and 40 multiprocessors")
+
+
+class ShortLeaves(EmulatedCuda):
+    """Of one tile each."""
+
+    def traits(self, *args):
+        found = super().traits(*args)
+        decode = replace(found.classes[0], ruler=Ruler(tail=found.classes[0].kv_tile))
+        return replace(found, classes=(decode, *found.classes[1:]))
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_merges_of_many_states(head_dim, early):
+    """More states than the merge kernel has lanes, or places on their way: as one worker folds them."""
+    s = spec(head_dim=head_dim, num_qo_heads=2, num_kv_heads=1, out_dtype="float32")
+    case = testing.make_case(s, [1] * 6, [64 * 100, 64 * 65 - 3, 64 * 33, 64 * 17, 64 * 3, 5], seed=3)
+    batch = testing.lay_out(case)
+    few, many = (testing.run_batch(case, batch, ShortLeaves(False, early, n), device="cpu") for n in (1, 400))
+    testing.same(few, many, "1 and 400 multiprocessors")
 
 
 @pytest.mark.parametrize("decode", [True, False])
