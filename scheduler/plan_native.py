@@ -22,7 +22,7 @@ from attnrt.scheduler.values import twin
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse
 
-_ABI = 8  # of native/planner_abi.h
+_ABI = 9  # of native/planner_abi.h
 
 try:
     from attnrt.scheduler._planner_native import ffi, lib
@@ -118,6 +118,7 @@ def _traits_struct(traits: Traits) -> Any:
         out.section, out.first_class, out.rows = team.section, team.first_class, team.rows
         out.unit, out.overlap, out.beside = team.unit, team.overlap, team.beside
         out.again, out.tile = team.again, team.tile
+        out.stored, out.folded = team.stored, team.folded
     struct.num_crews = len(crews)
     struct.num_classes, struct.split_heads = len(traits.classes), traits.split_heads
     for klass, out in zip(traits.classes, struct.classes, strict=False):
