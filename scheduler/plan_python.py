@@ -49,6 +49,10 @@ BAD_BALANCE = 1.1
 #: to these parts of its limit.
 SHORTER_RUNS = (2, 4, 8)
 
+#: And not where runs of equal cost, one for each worker at most, have a time that is over the mean by no more than this: what
+#: they lack is leaves to cut at, and second items cost more than the rest.
+EVEN_BALANCE = 1.25
+
 #: Items of equal cost are looked for until the longest is known to this part of it.
 STEPS = 128
 
@@ -176,7 +180,7 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
 
     A split of heads needs no merge, so it comes first. Algorithm 1 alone lets a run be as long as a worker's fair share, which
     leaves the longest worker up to twice the mean; halving its limit costs merges and is charged for them. Longer runs are
-    weighed against both. Where ends of leaves have a price, so are runs of equal cost.
+    weighed against both. Where ends of leaves have a price, runs of equal cost come before these.
     """
     heads, workers = problem.num_kv_heads, crew.workers
     divisors = [1]
@@ -206,6 +210,14 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
     assert best is not None
     if hasattr(problem.scheduler, "split"):
         return best
+    if best.cuts and crew.counts_ends:
+        even = _even(problem, crew, width, best.time)
+        if even is not None:
+            candidate = _candidate(problem, crew, width, even, room)
+            _assign(problem, crew, candidate)
+            best = candidate if score(problem, crew, candidate) < score(problem, crew, best) else best
+            if best.time <= EVEN_BALANCE * best.mean:
+                return best
     count = first = len(best.items)
     for finer in SHORTER_RUNS:
         if best.time <= BAD_BALANCE * best.mean or count >= 4 * MANY_ITEMS * workers:
@@ -224,12 +236,6 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
         count = len(candidate.items)
         _assign(problem, crew, candidate)
         best = candidate if score(problem, crew, candidate) < score(problem, crew, best) else best
-    if best.cuts and crew.counts_ends:
-        even = _even(problem, crew, width, best.time)
-        if even is not None:
-            candidate = _candidate(problem, crew, width, even, room)
-            _assign(problem, crew, candidate)
-            best = candidate if score(problem, crew, candidate) < score(problem, crew, best) else best
     return best
 
 

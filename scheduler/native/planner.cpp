@@ -25,6 +25,7 @@
 namespace {
 
 constexpr double kBadBalance = 1.1;
+constexpr double kEvenBalance = 1.25;
 constexpr int64_t kManyItems = 4;
 constexpr int kWorkFields = 14;
 
@@ -357,7 +358,7 @@ void Planner::assign_to(const Crew& crew, Candidate& c, bool by_request) {
   c.time = 0.0;  // one candidate only: nobody asks
 }
 
-// 5. Fewer and fewer heads per item, then shorter or longer runs; keep the best.
+// 5. Fewer and fewer heads per item, then runs of equal cost, shorter or longer ones; keep the best.
 
 void Planner::best_candidate(Crew& crew) {
   int64_t total = 0, slot = crew.first_slot;
@@ -396,6 +397,17 @@ void Planner::best_candidate(Crew& crew) {
     if (int64_t(c.count) >= kManyItems * workers) break;
   }
   if (!lpt) return;
+  if (crew.best->cuts && counts_ends(crew)) {
+    const double cost = even(crew, width, crew.best->time);
+    if (cost > 0.0) {
+      Candidate& c = *crew.next;
+      weigh(crew, c, width, {0.0, cost});
+      list_items(crew, c);
+      assign_lpt(crew, c);
+      keep_if_better(crew, c);
+      if (crew.best->time <= kEvenBalance * crew.best->mean) return;
+    }
+  }
   size_t count = crew.best->count;
   const size_t first_count = count;
   for (const double finer : {2.0, 4.0, 8.0}) {
@@ -423,14 +435,6 @@ void Planner::best_candidate(Crew& crew) {
     assign_lpt(crew, c);
     keep_if_better(crew, c);
   }
-  if (!crew.best->cuts || !counts_ends(crew)) return;
-  const double cost = even(crew, width, crew.best->time);
-  if (cost <= 0.0) return;
-  Candidate& c = *crew.next;
-  weigh(crew, c, width, {0.0, cost});
-  list_items(crew, c);
-  assign_lpt(crew, c);
-  keep_if_better(crew, c);
 }
 
 // Keep `next` as the best, and write the coming candidate over the one that lost.
