@@ -12,8 +12,8 @@ import pytest
 
 import attnrt as at
 from attnrt import testing
-from attnrt.backends.cuda.select import decode_queries, has_items, limits_decode
-from attnrt.backends.cuda.tables import WIDE
+from attnrt.backends.cuda.select import decode_queries, has_items, limits_decode, limits_wide, within
+from attnrt.backends.cuda.tables import WIDE, traits_for
 from attnrt.scheduler.base import Ruler
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -187,3 +187,27 @@ def test_selection():
     assert not limits_decode(s, at.Limits(8, 17, 100))
     assert not limits_decode(s, at.Limits(8, 16, 100, max_parts=2))
     assert not limits_decode(spec(head_dim=96), at.Limits(8, 8, 100))
+
+
+def test_limits_of_drafts_alone():
+    """Requests of more queries than a tile of the decode kernel has, and no more than one of the wide kernel: all rows are the
+    wide kernel's, whatever block rows they come in, and nobody launches the other."""
+    s = spec(num_qo_heads=8, num_kv_heads=2)
+    drafts = at.Limits(8, 128, 100, min_qo_len=3, max_qo_len=16)
+    assert limits_wide(s, drafts)
+    for change in (
+        {"min_qo_len": 2},
+        {"min_qo_len": None},
+        {"max_qo_len": 17},
+        {"max_qo_len": None},
+        {"max_parts": 2},
+    ):
+        assert not limits_wide(s, replace(drafts, **change))
+    assert not limits_wide(spec(head_dim=96), drafts)
+    hopper = traits_for(s, 132, "batch", hopper=True)
+    for traits, lowest in ((hopper, 1), (traits_for(s, 132, "batch"), 9)):
+        narrow = within(s, traits, drafts)
+        assert [narrow.crew_of(0, rows) for rows in (1, 8, 9, 64)] == [
+            int(n >= lowest) for n in (1, 8, 9, 64)
+        ]
+    assert within(s, hopper, replace(drafts, min_qo_len=1)) is hopper
