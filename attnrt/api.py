@@ -249,6 +249,38 @@ class Attention:
             return
         self._runtime.append(k, v, kv, slots, rope, stream, variant_args)
 
+    def gather(
+        self,
+        kv: Any,
+        slots: Any,
+        k: Any,
+        v: Any = None,
+        rope: Any = None,
+        positions: Any = None,
+        stream: Any = None,
+    ) -> None:
+        """Bring rows of the cache side by side, in q's dtype: what append stored, the other way round.
+
+        Keys that many queries read (a prompt over single tokens or an 8-bit cache) are then fetched, converted and rotated once,
+        not for each tile of queries: ``at.formats.gathered(index)`` has the slots, and the index over what is written here.
+
+        Parameters
+        ----------
+        kv : as in run; read.
+        slots : integers [rows]
+            page * page_size + offset of each row; negative: zeros. An int64 array on the device is read in place, so that a
+            capture may hold the call.
+        k, v : [rows, num_kv_heads, head_dim], [rows, num_kv_heads, head_dim_vo]; written
+            In q's dtype (8-bit numbers are exact there; scales are not applied) or the cache's. v is None with shared_kv.
+        rope : variant, optional
+            ``at.variants.rope(...)``: rotates k by ``positions``, rounded once.
+        positions : integers [rows], optional
+            With ``rope``; an int32 array on the device is read in place.
+        stream : stream, optional
+            None: the current stream of kv's framework.
+        """
+        self._runtime.gather(kv, slots, k, v, rope, positions, stream)
+
     def copy_pages(self, kv: Any, source: Any, target: Any, stream: Any = None) -> None:
         """Copy pages of the cache onto other pages (copy-on-write of shared pages).
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnrt.runtime import Runtime
     from attnrt.scheduler.base import Plan
 
-__all__ = ["append", "copy_pages", "slots_of"]
+__all__ = ["append", "as_view_of", "copy_pages", "read_rows", "read_slots", "rotation", "slots_of"]
 
 #: Names of the run arguments that scale an fp8 cache.
 SCALES = ("k_scale", "v_scale")
@@ -29,10 +29,10 @@ def append(
     """See Attention.append; the caller holds the lock."""
     spec = runtime.spec
     k_cache, v_cache = split_kv(spec, kv)
-    rows = _read_rows(runtime, k, "k", spec.head_dim)
+    rows = read_rows(runtime, k, "k", spec.head_dim)
     values = None
     if v_cache is not None:
-        values = _read_rows(runtime, v, "v", spec.head_dim_vo)
+        values = read_rows(runtime, v, "v", spec.head_dim_vo)
         if values.shape[0] != rows.shape[0]:
             raise ArgumentError("v", f"must have k's {rows.shape[0]} rows", values.shape[0])
     elif v is not None:
@@ -63,7 +63,7 @@ def append(
         v_cache=v_view,
         slots=where,
         positions=positions,
-        rope=_rope(runtime, rope),
+        rope=rotation(runtime, rope),
         k_scale=scales[0],
         v_scale=scales[1],
         stream=handle,
@@ -136,7 +136,7 @@ def _page_ids(ids: Any, label: str, num_pages: int) -> np.ndarray:
     return np.ascontiguousarray(array, np.int64)
 
 
-def _read_rows(runtime: Runtime, x: Any, label: str, dim: int) -> TensorView:
+def read_rows(runtime: Runtime, x: Any, label: str, dim: int) -> TensorView:
     """[rows, num_kv_heads, dim] in q's dtype (what a projection gives) or the cache's own."""
     spec, rules = runtime.spec, runtime.rules
     found = view(x)
@@ -153,7 +153,7 @@ def _where(
 ) -> tuple[TensorView, TensorView | None]:
     """Slot (int64) and, for a rotation, position (int32) of every row, where the kernel reads them."""
     if slots is not None and rope is None:
-        return _given(runtime, slots, rows, pool, handle), None
+        return read_slots(runtime, slots, rows, pool, handle), None
     if plan is None:
         raise PlanError(
             "plan", "must be loaded before append without slots, or with rope", None, "attn.plan(index)"
@@ -162,7 +162,7 @@ def _where(
     if rows != plan.index.num_qo:
         raise ArgumentError("k", f"must have the loaded plan's {plan.index.num_qo} rows", rows)
     if slots is not None:
-        return _given(runtime, slots, rows, pool, handle), runtime.on_device(positions, handle, 1)
+        return read_slots(runtime, slots, rows, pool, handle), runtime.on_device(positions, handle, 1)
     if own is None:
         raise UnsupportedError(
             "append",
@@ -182,7 +182,7 @@ def _where(
     return runtime.on_device(own, handle), None if rope is None else runtime.on_device(positions, handle, 1)
 
 
-def _given(runtime: Runtime, slots: Any, rows: int, pool: int, handle: int) -> TensorView:
+def read_slots(runtime: Runtime, slots: Any, rows: int, pool: int, handle: int) -> TensorView:
     """The caller's slots: host integers are checked against the pool, a device array is read in place."""
     if runtime.host or isinstance(slots, (list, tuple, np.ndarray)):
         seen = slots if isinstance(slots, (list, tuple, np.ndarray)) else TensorView(slots).numpy()
@@ -203,7 +203,7 @@ def _given(runtime: Runtime, slots: Any, rows: int, pool: int, handle: int) -> T
     return found
 
 
-def _rope(runtime: Runtime, rope: Any) -> Any:
+def rotation(runtime: Runtime, rope: Any) -> Any:
     """The rotation's key map with its parameters bound: ``.key(ctx, rows)`` in NumPy; kernels read its table."""
     if rope is None:
         return None

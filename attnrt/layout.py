@@ -167,10 +167,11 @@ class Limits:
         """Raise LimitError for the first limit that the plan passes."""
         index = plan.index
         entries, masks = listed(plan.parts)
+        parts = index.parts_for(plan.spec.composed.reads_key_positions)
         needs = (
             ("max_requests", len(index.requests), self.max_requests),
             ("max_qo_tokens", plan.num_rows, self.max_qo_tokens),
-            ("max_parts", max(len(index.parts), index_parts(len(plan.parts))), self.max_parts),
+            ("max_parts", max(len(parts), index_parts(len(plan.parts))), self.max_parts),
             ("max_index_entries", entries, self.max_index_entries),
             ("max_mask_bytes", masks, self.max_mask_bytes),
             ("max_partial_slots", plan.num_slots, self.slots(traits)),

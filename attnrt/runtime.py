@@ -333,6 +333,17 @@ class Runtime:
         finally:
             self.lock.release()
 
+    def gather(self, kv: Any, slots: Any, k: Any, v: Any, rope: Any, positions: Any, stream: Any) -> None:
+        """See Attention.gather."""
+        from attnrt.gather import gather
+
+        if not self.lock.acquire(blocking=False):
+            raise _busy("gather")
+        try:
+            gather(self, kv, slots, k, v, rope, positions, stream)
+        finally:
+            self.lock.release()
+
     def copy_pages(self, kv: Any, source: Any, target: Any, stream: Any) -> None:
         """See Attention.copy_pages."""
         from attnrt.append import copy_pages

@@ -146,6 +146,9 @@ class AppendCall:
 
     ``rope`` rotates k by ``positions`` first; the scales divide before the cast to fp8 (nearest even, saturated).
     ``slots_given``: the slots are the caller's, not the loaded plan's.
+
+    Of a gather, which goes the other way: row i of k and v becomes what the cache has at ``slots[i]`` (negative: zeros), k
+    rotated by ``positions`` if there is a ``rope``; scales are None, ``slots_given`` is not read.
     """
 
     k: TensorView
@@ -166,9 +169,10 @@ class Kernel(Protocol):
 
     Optional: ``pack_header`` (see Backend); ``counters(plan, limits)``, how many ``Loaded.counters`` it wants;
     ``profile(call)``, which runs a call and returns (worker, start_ns, stop_ns) of every item, int64 [items, 3];
-    ``place(name, array)``, a parameter's host array where kernels can read it; ``prepare(plan, limits)``, which compiles what
-    runs of a plan need (plan None: of any plan within limits; both None: all) where ``compile`` puts that off; ``steady(loaded,
-    limits)``, from which plans like the loaded one may be brought to the device without it (attnrt/step.py).
+    ``gather(call)`` of an AppendCall; ``place(name, array)``, a parameter's host array where kernels can read it;
+    ``prepare(plan, limits)``, which compiles what runs of a plan need (plan None: of any plan within limits; both None: all)
+    where ``compile`` puts that off; ``steady(loaded, limits)``, from which plans like the loaded one may be brought to the
+    device without it (attnrt/step.py).
     """
 
     def attend(self, call: Call) -> None:

@@ -79,7 +79,7 @@ def main() -> None:
             continue
         case = Case(shape, "cuda")
         index = flat_index(case)
-        limits = dataclasses.replace(limits_of(index, case), **change)
+        limits = dataclasses.replace(limits_of(index, specs.spec_of(shape, "NHD"), case), **change)
         eager, limited = ready(case, index, None), ready(case, index, limits)
         graph, _ = captured(limited)
         if options.warm:

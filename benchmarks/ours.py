@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import specs
+import torch
 from cases import Case
-from harness import Ready
+from harness import Absent, Ready
 
 import attnrt as at
 from attnrt.formats.base import alignment_of
 
-__all__ = ["Ours", "OursFlat", "OursHND", "OursPagesNHD"]
+__all__ = ["Ours", "OursFlat", "OursGathered", "OursHND", "OursPagesNHD"]
 
 
 def flat_index(case: Case) -> Any:
@@ -46,9 +48,9 @@ def flat_index(case: Case) -> Any:
     return index
 
 
-def limits_of(index: Any, case: Case) -> at.Limits:
+def limits_of(index: Any, spec: at.AttentionSpec, case: Case) -> at.Limits:
     """A promise that holds this index and its like."""
-    parts = getattr(index, "parts", (index,))
+    parts = index.parts_for(spec.composed.reads_key_positions)
     listed = sum(0 if p.indices is None else len(p.indices) for p in parts)
     bits = sum(0 if p.mask is None else p.mask.nbytes for p in parts)
     more, masked = 0, 0
@@ -101,11 +103,12 @@ class Ours:
 
     def prepare(self, case: Case) -> Ready:
         index = self.index(case)
+        spec = specs.spec_of(case.shape, self.kv_layout)
         attn = at.Attention(
-            specs.spec_of(case.shape, self.kv_layout),
+            spec,
             backend=specs.BACKEND,
             device=specs.DEVICE,
-            limits=limits_of(index, case),
+            limits=limits_of(index, spec, case),
             deterministic=self.mode,
         )
         attn.plan(index)
@@ -128,6 +131,53 @@ class OursHND(Ours):
 
     def kv(self, case: Case) -> tuple[Any, Any]:
         return tuple(x.transpose(1, 2).contiguous() for x in (case.k, case.v))  # type: ignore[return-value]
+
+
+class OursGathered(Ours):
+    """K and V are brought side by side first (``Attention.gather``), rotated where the variant says so; both are timed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "attnrt (gathered)"
+
+    def prepare(self, case: Case) -> Ready:
+        shape, spec = case.shape, specs.spec_of(case.shape, self.kv_layout)
+        index = flat_index(case)
+        if (
+            len(index.parts) > 1
+            or shape.per_head
+            or min(shape.qo_lens) < 64
+            or not (shape.page == 1 or shape.kv_dtype != spec.q_dtype or shape.variant == "rope")
+        ):
+            raise Absent("prompts over single tokens, 8-bit caches or rotated keys only")
+        rotates = shape.variant == "rope"
+        found = at.formats.gathered(index)
+        wide = dataclasses.replace(
+            spec, kv_dtype=spec.q_dtype, variant=specs.variant_of(shape, rotates_keys=not rotates)
+        )
+        where = {"backend": specs.BACKEND, "device": specs.DEVICE}
+        cache, attn = (
+            at.Attention(spec, **where),
+            at.Attention(wide, **where, limits=limits_of(found.index, wide, case)),
+        )
+        attn.plan(found.index)
+        slots = torch.from_numpy(found.slots.copy()).to(case.device)
+        more = (
+            {
+                "rope": specs.rotation(shape),
+                "positions": torch.from_numpy(found.positions.copy()).to(case.device),
+            }
+            if rotates
+            else {}
+        )
+        k, v = (case.q.new_empty(len(slots), case.kv_heads, dim) for dim in (shape.head_dim, shape.dim_vo))
+        out = case.q.new_empty(len(case.q), case.heads, shape.dim_vo)
+
+        def run() -> None:
+            cache.gather((case.k, case.v), slots, k, v, **more)
+            attn.run(case.q, (k, v), out=out)
+
+        return Ready(run=run, out=out, keep=(cache, attn, slots, k, v, more))
 
 
 class OursPagesNHD(Ours):

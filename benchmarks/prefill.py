@@ -194,14 +194,23 @@ def targets(groups: dict[str, list[str]]) -> list[Target]:
 
 
 def providers() -> list[Provider]:
-    from ours import Ours
+    from ours import Ours, OursGathered
     from peers import FlashInferPaged
     from peers_dense import FlashAttention3, FlashInferBlocks, FlashInferRagged, Sdpa
 
     paged_forms = (FlashInferPaged("fa3"), FlashInferPaged("fa2"))
     ragged_forms = (FlashInferRagged("fa3"), FlashInferRagged("fa2"))
     blocks = (FlashInferBlocks("fa3"), FlashInferBlocks("fa2"))
-    return [Ours(), FlashAttention3(), Sdpa("cudnn"), Sdpa("flash"), *ragged_forms, *paged_forms, *blocks]
+    return [
+        Ours(),
+        OursGathered(),
+        FlashAttention3(),
+        Sdpa("cudnn"),
+        Sdpa("flash"),
+        *ragged_forms,
+        *paged_forms,
+        *blocks,
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:

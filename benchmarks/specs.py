@@ -28,8 +28,13 @@ def _bent(score: Any, ctx: Any) -> Any:
     return score + 0.01 * score * score
 
 
-def variant_of(shape: Shape) -> Any:
-    """The shape's variant as attnrt writes it."""
+def rotation(shape: Shape, keys: bool = True) -> Any:
+    """Of a shape with rotated q and k; of q alone without ``keys``."""
+    return at.variants.rope(shape.head_dim, THETA, keys=keys)
+
+
+def variant_of(shape: Shape, rotates_keys: bool = True) -> Any:
+    """The shape's variant as attnrt writes it; without ``rotates_keys`` over K that has been rotated."""
     causal = at.variants.causal()
     found: dict[str, Any] = {
         "causal": causal,
@@ -37,7 +42,7 @@ def variant_of(shape: Shape) -> Any:
         "softcap": (causal, at.variants.softcap(CAP)),
         "window": (causal, at.variants.sliding_window(WINDOW - 1)),
         "alibi": (causal, at.variants.alibi()),
-        "rope": (causal, at.variants.rope(shape.head_dim, THETA)),
+        "rope": (causal, rotation(shape, rotates_keys)),
         "sigmoid": (causal, at.variants.sigmoid(bias=-math.log(max(shape.kv)))),
         "traced": (causal, _bent),
         "twin": (causal, at.variants.cpp("twin", logits="s + 0.01f * s * s")),

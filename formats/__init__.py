@@ -17,6 +17,7 @@ from attnrt.formats.base import HOLE, BlockSparse, Composite, Features, Index, R
 from attnrt.formats.batches import concat, take
 from attnrt.formats.composite import cascade, composite, shared_prefix
 from attnrt.formats.dense import Dense, Keys, keys_of, to_dense
+from attnrt.formats.gathered import Gathered, gathered
 from attnrt.formats.paged import block_table, kv_lens_of, last_page_lens, paged
 from attnrt.formats.radix import radix
 from attnrt.formats.ragged import ragged
@@ -32,6 +33,7 @@ __all__ = [
     "Composite",
     "Dense",
     "Features",
+    "Gathered",
     "Index",
     "Keys",
     "Requests",
@@ -40,6 +42,7 @@ __all__ = [
     "cascade",
     "composite",
     "concat",
+    "gathered",
     "keys_of",
     "kv_lens_of",
     "last_page_lens",

@@ -146,6 +146,10 @@ class BlockSparse:
         """The index as a tuple of parts, so that flat and composite are read by one loop."""
         return (self,)
 
+    def parts_for(self, positions: bool) -> tuple[BlockSparse, ...]:
+        """As of a Composite."""
+        return (self,)
+
     def check(self, full: bool = False) -> None:
         """Raise unless every invariant holds; ``full`` looks at every entry (keys listed twice, holes, masks, offsets)."""
         from attnrt.formats.check import check
@@ -174,11 +178,14 @@ class Composite:
     All parts have the same ``num_qo`` and ``requests`` (the same object). For every query the offset ranges
     ``[kv_offset + kv_begin, kv_offset + kv_end)`` of its parts tile ``[0, its live keys)`` without gap or overlap.
     ``flat`` is the same index in one part where its builder has it, for a planner that finds the parts not worth their cost.
+    ``in_line`` are parts with the same keys, slots, offsets and mask bits in fewer lists, where some keys have other positions
+    than here: for variants that ask of no key where it stands.
     """
 
     parts: tuple[BlockSparse, ...]
     features: Features = field(default_factory=Features)
     flat: BlockSparse | None = None
+    in_line: tuple[BlockSparse, ...] | None = None
 
     def __repr__(self) -> str:
         return f"Composite({_counts(self)}, {len(self.parts)} parts)"
@@ -195,6 +202,11 @@ class Composite:
     def page_size(self) -> int:
         """Tokens per page of the cache: the largest C of the parts."""
         return max(part.block_size[1] for part in self.parts)
+
+    def parts_for(self, positions: bool) -> tuple[BlockSparse, ...]:
+        """The parts that are planned, before their cuts are moved: ``in_line`` where there is one and nobody asks for positions
+        of keys."""
+        return self.parts if positions or self.in_line is None else self.in_line
 
     def check(self, full: bool = False) -> None:
         """Raise unless every invariant holds; ``full`` looks at every entry (keys listed twice, holes, masks, offsets)."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,12 +38,25 @@ def concat(*indexes: Index) -> Index:
         qo_lens=frozen(np.concatenate([index.requests.qo_lens for index in indexes])),
         kv_lens=frozen(np.concatenate([index.requests.kv_lens for index in indexes])),
     )
+    found = composite(_side_by_side(indexes, True, requests))
+    if not any(isinstance(index, Composite) and index.in_line for index in indexes):
+        return found
+    return _with_in_line(found, _side_by_side(indexes, False, requests))
+
+
+def _with_in_line(index: Index, parts: Sequence[BlockSparse]) -> Index:
+    """An index that may be planned from other parts where nobody asks for positions of keys."""
+    return replace(index, in_line=tuple(parts)) if isinstance(index, Composite) else index
+
+
+def _side_by_side(indexes: Sequence[Index], positions: bool, requests: Requests) -> list[BlockSparse]:
+    """Parts of a concatenation, of the indexes' parts or of those in line."""
     num_qo = sum(index.num_qo for index in indexes)
     groups: list[list[BlockSparse]] = []
     query, request = 0, 0
     for index in indexes:
         free = list(range(len(groups)))  # parts of one index see the same queries and stay apart
-        for part in index.parts:
+        for part in index.parts_for(positions):
             moved = replace(
                 part,
                 num_qo=num_qo,
@@ -57,7 +71,7 @@ def concat(*indexes: Index) -> Index:
                 free.remove(at)
                 groups[at].append(moved)
         query, request = query + index.num_qo, request + len(index.requests)
-    return composite(_join(group, num_qo) for group in groups)
+    return [_join(group, num_qo) for group in groups]
 
 
 def _rows_of_q(part: BlockSparse) -> np.ndarray:
@@ -167,7 +181,13 @@ def take(index: Index, requests: Any) -> Index:
     rows = ranges(old_start[chosen], new_requests.qo_lens)  # old row of q of each new one
     new_row = np.full(index.num_qo, -1, np.int64)
     new_row[rows] = np.arange(len(rows))
-    return composite(_taken(part, new_requests, renumber, new_row, len(rows)) for part in index.parts)
+
+    def taken(positions: bool) -> list[BlockSparse]:
+        parts = index.parts_for(positions)
+        return [_taken(part, new_requests, renumber, new_row, len(rows)) for part in parts]
+
+    found = composite(taken(True))
+    return _with_in_line(found, taken(False)) if isinstance(index, Composite) and index.in_line else found
 
 
 def _taken(

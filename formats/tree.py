@@ -3,7 +3,8 @@
 
 A tree's nodes are the last qo_len keys of their request. Siblings stand at the same position, so a node's key does not have
 the position that its place in the cache would give it: the drafts become a part of single tokens with positions of their
-own, and the pages before them stay a part of pages. Visibility among drafts is a bit per pair of nodes.
+own, and the pages before them stay a part of pages. Visibility among drafts is a bit per pair of nodes. Variants that read no
+positions of keys are planned over the pages as they are (``Composite.in_line``).
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def tree(
     Returns
     -------
     Index
-        With parents, a Composite: the index's parts, the last one cut off before the drafts, then the drafts with C = 1.
+        With parents, a Composite: the index's parts, the last one cut off before the drafts, then the drafts with C = 1;
+        ``in_line``: the index's parts, the last one with a mask over the drafts.
     """
     if not isinstance(index, (BlockSparse, Composite)):
         raise ArgumentError("index", "must come from attnrt.formats", type(index).__name__)
@@ -170,7 +172,13 @@ def _drafts(index: Index, parents: Any, mask: Any, *, qo_pos: Any, kv_pos: Any) 
         ),
     )
     before = replace(own, kv_end=frozen(np.maximum(context - own.kv_offset, own.kv_begin).astype(np.int32)))
-    return composite(_moved([*index.parts[:-1], before, drafts], query_at))
+    found = composite(_moved([*index.parts[:-1], before, drafts], query_at))
+    assert isinstance(found, Composite)
+    masked = replace(own.features, masked=True, bound_mask=drafts.features.bound_mask)
+    whole = replace(
+        own, mask=bits, mask_offset=drafts.mask_offset, mask_begin=drafts.mask_begin, features=masked
+    )
+    return replace(found, in_line=tuple(_moved([*index.parts[:-1], whole], query_at)))
 
 
 def _moved(parts: list[BlockSparse], qo_pos: np.ndarray) -> list[BlockSparse]:

@@ -90,10 +90,12 @@ def make_plan(
     if max_partial_slots is not None:
         slots = min(slots, _count("max_partial_slots", max_partial_slots))
     facts = facts_of(spec)
-    parts, limits = index.parts, _NO_LIMITS
-    if isinstance(index, Composite) and len(parts) > 1:
+    parts: tuple[BlockSparse, ...] = index.parts
+    limits = _NO_LIMITS
+    if isinstance(index, Composite) and len(parts := index.parts_for(facts.places)) > 1:
         flat = index.flat
-        parts = recut(index, traits, facts.group)
+        if flat is not None:
+            parts = recut(index, traits, facts.group)
         aligned = align_native(parts, facts, traits, num_rows) if can_plan(traits) else None
         if aligned is None:
             aligned = align(
@@ -158,7 +160,12 @@ def _new_facts(spec: AttentionSpec) -> Facts:
     if len(_facts) > 256:
         _facts.clear()
     facts = Facts(
-        spec=spec, composed=spec.composed, num_kv_heads=spec.num_kv_heads, group=spec.group, reach=reach
+        spec=spec,
+        composed=spec.composed,
+        num_kv_heads=spec.num_kv_heads,
+        group=spec.group,
+        reach=reach,
+        places=getattr(spec.composed, "reads_key_positions", True),
     )
     _facts[id(spec)] = facts  # holds the spec, so its id is not used again
     return facts

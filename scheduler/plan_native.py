@@ -61,13 +61,14 @@ __all__ = [
 
 class Facts(NamedTuple):
     """What planning needs of a spec. ``reach``: a query at p sees keys p - left .. p + right (None: no end); None instead of
-    the pair: ``composed.visible_range`` is asked for every query."""
+    the pair: ``composed.visible_range`` is asked for every query. ``places``: somebody asks where keys stand."""
 
     spec: Any
     composed: Any
     num_kv_heads: int
     group: int
     reach: tuple[int | None, int | None] | None
+    places: bool = True
 
 
 #: Schedulers that the C++ planner knows.

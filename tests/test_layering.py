@@ -35,6 +35,7 @@ LAYERS = (
         {"layout", "operands", "arguments", "overlap"},
         {"dispatch"},
         {"loading", "workspace", "append", "repeat", "step"},
+        {"gather"},
         {"machine", "runtime"},
         {"api"},
     ),

@@ -165,7 +165,11 @@ def turns_by_position(composed: Any) -> bool:
 
 
 def rope(
-    dim: int, theta: float = 10000.0, interleaved: bool = False, scaling: Mapping[str, Any] | None = None
+    dim: int,
+    theta: float = 10000.0,
+    interleaved: bool = False,
+    scaling: Mapping[str, Any] | None = None,
+    keys: bool = True,
 ) -> Variant:
     """Rotate the first ``dim`` numbers of q by qo_pos and of k by kv_pos, before q.k. Other numbers pass.
 
@@ -180,7 +184,11 @@ def rope(
     scaling : dict, optional
         See ``rope_frequencies``. For any other rule give the ``run`` argument ``rope_phase``, int64 [dim/2]:
         ``at.variants.rope_phases(frequencies)``.
+    keys : bool
+        False: q alone is rotated, because K already is (``Attention.append`` and ``Attention.gather`` take a rotation, too).
     """
+    if not isinstance(keys, bool):
+        raise ArgumentError("rope: keys", "must be True or False", repr(keys))
     if not isinstance(interleaved, bool):
         raise ArgumentError("rope: interleaved", "must be True or False", repr(interleaved))
     phases = rope_phases(rope_frequencies(dim, theta, scaling))
@@ -198,4 +206,9 @@ def rope(
     for hook, position in (("query", CTX.qo_pos), ("key", CTX.kv_pos)):
         y0, y1 = _rotated(position, scale)
         maps[hook] = PairMap(dim=int(dim), pairing=pairing, y0=y0, y1=y1)
-    return Variant(name="rope", params=tuple(params), query=maps["query"], key=maps["key"])
+    return Variant(
+        name="rope" if keys else "rope_queries",
+        params=tuple(params),
+        query=maps["query"],
+        key=maps["key"] if keys else None,
+    )

@@ -176,6 +176,12 @@ class CpuKernel:
             assert call.v_cache is not None
             _store(self.family, call.v, call.v_cache, slots, call.v_scale, None)
 
+    def gather(self, call: AppendCall) -> None:
+        """Bring rows of the cache side by side: NumPy's indexing, which memory bounds as much as C++."""
+        from attnrt.backends.reference.append import gather_rows
+
+        gather_rows(call)
+
     def copy_pages(
         self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int
     ) -> None:

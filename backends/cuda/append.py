@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""append and page copies on a GPU: a small kernel per (row dtype, cache dtype, dims, rotation), compiled when first asked for."""
+"""append, gather and page copies on a GPU: kernels per (row dtype, cache dtype, dims, rotation), compiled when first asked."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from attnrt.tensor import TensorView
     from attnrt.variants import Composed
 
-__all__ = ["APPEND", "COPY", "Appender", "render_append"]
+__all__ = ["APPEND", "COPY", "ENTRIES", "GATHER", "Appender", "render_append"]
 
-APPEND, COPY = "attnrt_append", "attnrt_copy_pages"
+APPEND, COPY, GATHER = "attnrt_append", "attnrt_copy_pages", "attnrt_gather"
+#: Entry points of a text.
+ENTRIES = (APPEND, COPY, GATHER)
 MAX_SCALED_HEADS = 128
 
 # AppendParams without its two pools (structs.PAGED_KV) in the middle, and CopyParams after its pool.
@@ -40,7 +42,7 @@ _COPY_BYTES = structs.PAGED_KV.itemsize + _COPY.size
 
 
 def render_append(spec: AttentionSpec, row_dtype: str, rope: Composed) -> str:
-    """CUDA C++ of the append and copy kernels."""
+    """CUDA C++ of the append, gather and copy kernels."""
     return f"""{flatten("append.cuh")}
 {variant_text(rope)}
 namespace attnrt {{
@@ -61,6 +63,11 @@ static_assert(sizeof(CopyParams) == {_COPY_BYTES});
 extern "C" __global__ void __launch_bounds__({THREADS}) {APPEND}(const __grid_constant__ attnrt::Launch launch) {{
   attnrt::wait_for_predecessors();
   attnrt::append_rows<attnrt::Config, attnrt::Variant>(launch.run, launch.params);
+}}
+
+extern "C" __global__ void __launch_bounds__({THREADS}) {GATHER}(const __grid_constant__ attnrt::Launch launch) {{
+  attnrt::wait_for_predecessors();
+  attnrt::gather_rows<attnrt::Config, attnrt::Variant>(launch.run, launch.params);
 }}
 
 extern "C" __global__ void __launch_bounds__({THREADS}) {COPY}(const __grid_constant__ attnrt::CopyParams run) {{
@@ -99,10 +106,25 @@ class Appender:
 
     def run(self, call: AppendCall) -> AppendAgain:
         """Enqueue one append; returns what enqueues another that differs in addresses alone."""
+        module, arguments = self._packed(call)
+        rows, heads = call.k.shape[:2]
+        grid = max(1, min(-(-rows * heads // 4), 1 << 14))
+        aligned = _aligned(call, as_dtype(self.spec.kv_dtype).itemsize)
+        again = AppendAgain(module.entry(APPEND), grid, arguments, aligned, call.slots_given)
+        again(call)
+        return again
+
+    def gather(self, call: AppendCall) -> None:
+        """Enqueue one gather."""
+        module, arguments = self._packed(call)
+        grid = max(1, min(-(-call.k.shape[0] // 4), 1 << 14))
+        launch(module.entry(GATHER), grid, arguments, call.stream)
+
+    def _packed(self, call: AppendCall) -> tuple[Module, bytes]:
+        """The kernels for a call, and its packed arguments."""
         rope = compose(full()) if call.rope is None else call.rope.variant
         module = self.prepare(str(call.k.dtype), rope, call.stream)
         rows, heads = call.k.shape[:2]
-        grid = max(1, min(-(-rows * heads // 4), 1 << 14))
         itemsize = as_dtype(self.spec.kv_dtype).itemsize
         v = (0, 0, 0) if call.v is None else (call.v.ptr, *call.v.strides[:2])
         v_cache = call.k_cache if call.v_cache is None else call.v_cache
@@ -116,9 +138,7 @@ class Appender:
             + _PLACES.pack(call.slots.ptr, positions, rows, heads, *scales)
             + (table or bytes(64))
         )
-        again = AppendAgain(module.entry(APPEND), grid, arguments, _aligned(call, itemsize), call.slots_given)
-        again(call)
-        return again
+        return module, arguments
 
     def copy_pages(
         self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int

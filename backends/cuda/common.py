@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from attnrt.backends.cuda import driver, select, structs, tables
-from attnrt.backends.cuda.append import APPEND, COPY, Appender
+from attnrt.backends.cuda.append import ENTRIES, Appender
 from attnrt.backends.cuda.kernel import CudaKernel
 from attnrt.backends.cuda.programs import Programs
 from attnrt.device import as_device
@@ -107,7 +107,7 @@ class CudaBackend:
                 is_hopper(number),
             )
             appender = Appender(
-                spec, number, lambda source: self.load(source, (APPEND, COPY), number, "the append kernel")
+                spec, number, lambda source: self.load(source, ENTRIES, number, "the append kernel")
             )
             with self._lock:
                 found = self._kernels.setdefault(key, CudaKernel(spec, number, programs, appender))

@@ -399,6 +399,10 @@ class CudaKernel:
         """Store new rows of K and V; returns what stores those of another call of the same form."""
         return self.appender.run(call)
 
+    def gather(self, call: AppendCall) -> None:
+        """Bring rows of the cache side by side."""
+        self.appender.gather(call)
+
     def copy_pages(
         self, pools: tuple[PagedView, ...], pages: tuple[TensorView, TensorView], stream: int
     ) -> None:

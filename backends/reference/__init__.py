@@ -68,6 +68,11 @@ class ReferenceKernel:
 
         append_rows(call)
 
+    def gather(self, call: AppendCall) -> None:
+        from attnrt.backends.reference.append import gather_rows
+
+        gather_rows(call)
+
 
 class ReferenceBackend:
     """NumPy on the CPU: every variant that has a NumPy form, every layout, every dtype, float64 inside."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store new K and V rows into the cache, in NumPy."""
+"""Store new K and V rows into the cache, and bring rows of it side by side, in NumPy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from attnrt.backends.reference.views import cache_array, store
 
 if TYPE_CHECKING:
     from attnrt.backends.base import AppendCall, PagedView
+    from attnrt.tensor import TensorView
 
-__all__ = ["append_rows"]
+__all__ = ["append_rows", "gather_rows"]
 
 
 def append_rows(call: AppendCall) -> None:
@@ -27,6 +28,35 @@ def append_rows(call: AppendCall) -> None:
     _put(call.k_cache, k, slots[rows], call.k_scale)
     if call.v is not None and call.v_cache is not None:
         _put(call.v_cache, call.v.numpy()[rows], slots[rows], call.v_scale)
+
+
+def gather_rows(call: AppendCall) -> None:
+    """Row i of k and v from ``slots[i]`` of the cache; zeros where that is no slot."""
+    slots = call.slots.numpy().astype(np.int64)
+    live = np.flatnonzero((slots >= 0) & (slots < call.k_cache.num_pages * call.k_cache.page_size))
+    _get(call.k_cache, call.k, slots, live, call)
+    if call.v is not None and call.v_cache is not None:
+        _get(call.v_cache, call.v, slots, live, None)
+
+
+def _get(
+    cache: PagedView, out: TensorView, slots: np.ndarray, live: np.ndarray, rotated: AppendCall | None
+) -> None:
+    """Rows of one cache; those of its own type that nobody rotates keep their bits."""
+    target, size = out.numpy(), cache.page_size
+    values = cache_array(cache, *target.shape[1:])[slots[live] // size, slots[live] % size]
+    target[...] = np.zeros((), target.dtype)
+    if rotated is not None and rotated.rope is not None and rotated.positions is not None and len(live):
+        ctx = {
+            "kv_pos": rotated.positions.numpy()[live][:, None],
+            "kv_head": np.arange(values.shape[1])[None],
+        }
+        values = rotated.rope.key(ctx, values.astype(np.float64))
+    if values.dtype != target.dtype:
+        rows = np.empty(values.shape, target.dtype)
+        store(rows, values.astype(np.float64), str(out.dtype))
+        values = rows
+    target[live] = values
 
 
 def _put(cache: PagedView, values: np.ndarray, slots: np.ndarray, scale: np.ndarray | None) -> None:

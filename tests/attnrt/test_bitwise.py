@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import attnrt as at
 from attnrt import formats, testing
+from attnrt.scheduler.verify import verify_plan
 
 v = at.variants
 
@@ -146,3 +149,25 @@ def test_keys_past_a_row_do_not_reach_it(backend):
         testing.Result(out=second.out[pick], lse=second.lse[pick]),
         "what lies past a row",
     )
+
+
+def test_drafts_in_line_have_the_bits_of_drafts_apart(backend):
+    """A variant without positions reads a tree's keys where they lie; with one that asks, drafts are a part of tokens."""
+    spec = at.AttentionSpec(
+        num_qo_heads=4, num_kv_heads=2, head_dim=16, q_dtype="bfloat16", variant=v.custom_mask()
+    )
+    rng = np.random.default_rng()
+    case = testing.make_case(spec, [1, 40, 7, 3], [300, 1400, 7, 90])
+    batch = testing.lay_out(case, page_size=16)
+    parents = [int(rng.integers(-1, i)) for n in case.qo_lens for i in range(n)]
+    drafts = formats.tree(batch.index, parents)
+    got = [testing.run_batch(case, replace(batch, index=drafts), backend)]
+    got.append(testing.run_batch(case, replace(batch, index=replace(drafts, in_line=None)), backend))
+    testing.same(*got, "drafts apart")
+    traits = at.Traits.of("h200")
+    for variant, parts in ((v.custom_mask(), 1), ((v.causal(), v.custom_mask()), 2)):
+        plan = at.make_plan(replace(spec, variant=variant), drafts, traits)
+        verify_plan(plan)
+        assert all((part is drafts.in_line[0]) == (parts == 1) for part in plan.parts[:1])
+        plan = at.make_plan(replace(spec, variant=variant), replace(drafts, in_line=None), traits)
+        verify_plan(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -290,3 +290,14 @@ def test_specs_must_be_specs(backend, specs):
             make(specs)
     with pytest.raises(at.DtypeError, match="specs must hold AttentionSpec values only; got str"):
         at.Workspace([spec_of(), "x"], backend=backend)
+
+
+def test_a_tree_in_line_is_one_part(backend):
+    """Limits count the parts that are planned: drafts in line need no part of their own."""
+    index = at.formats.tree(at.formats.paged([0, 3], [0, 2], [1, 0], [30], 16), [-1, 0, 0])
+    spec = at.AttentionSpec(num_qo_heads=2, num_kv_heads=1, head_dim=16, variant=at.variants.custom_mask())
+    limits = at.Limits(1, 3, 2, max_mask_bytes=16)
+    at.Attention(spec, backend=backend, device="cpu", limits=limits).plan(index)
+    asks = replace(spec, variant=(at.variants.causal(), at.variants.custom_mask()))
+    with pytest.raises(at.errors.LimitError, match="max_parts"):
+        at.Attention(asks, backend=backend, device="cpu", limits=limits).plan(index)

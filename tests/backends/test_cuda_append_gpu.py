@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +130,66 @@ def test_latent_rows(cuda):
     gpu.append(to_gpu(k), None, device, slots=[5, -1, 143])
     cpu.append(k, None, host, slots=[5, -1, 143])
     equal([device], [host])
+
+
+GATHERED = [(64, 48), (72, 20)]  # rows of 16-byte pieces, and others
+
+
+@pytest.mark.parametrize("dims", GATHERED)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("rows_in", ["q", "cache"])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_gathers_what_the_cpu_gathers(cuda, dtypes, rows_in, kv_layout, dims):
+    q_dtype, kv_dtype = dtypes
+    gpu, cpu = both(
+        cuda, q_dtype=q_dtype, kv_dtype=kv_dtype, kv_layout=kv_layout, head_dim=dims[0], head_dim_vo=dims[1]
+    )
+    rng, s = np.random.default_rng(), gpu.spec
+    host = [(rng.standard_normal(x.shape) * 40).astype(np.float32).astype(x.dtype) for x in caches(s)]
+    slots = np.concatenate([[5, -1, 143, 0, 77, 16, 31], rng.integers(0, 144, 3000)])
+    kind = as_dtype(q_dtype if rows_in == "q" else kv_dtype).numpy
+    want = [np.full((len(slots), s.num_kv_heads, dim), 7.0, kind) for dim in dims]
+    cpu.gather(tuple(host), slots, *want)
+    device = tuple(to_gpu(x) for x in host)
+    for where in (slots, torch.from_numpy(slots).cuda()):
+        got = [to_gpu(np.full_like(x, 7.0)) for x in want]
+        gpu.gather(device, where, *got)
+        equal(got, want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gpu.gather(device, where, *got)
+    where.copy_(torch.from_numpy(slots[::-1].copy()))
+    graph.replay()
+    cpu.gather(tuple(host), slots[::-1].copy(), *want)
+    equal(got, want)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_prompts_over_gathered_rows(cuda, kv_dtype):
+    """Single tokens, brought side by side: the bits of the cache's own numbers, where these are q's."""
+    s = at.AttentionSpec(
+        num_qo_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        q_dtype="bfloat16",
+        kv_dtype=kv_dtype,
+        variant=v.causal(),
+    )
+    rng, lens, qo = np.random.default_rng(), [700, 300, 129], [700, 200, 1]
+    total = sum(lens)
+    ids = rng.permutation(total + 50)[:total]
+    index = at.formats.paged(np.cumsum([0, *qo]), np.cumsum([0, *lens]), ids, lens, 1)
+    kv = [torch.randn(total + 50, 1, 2, 128, device="cuda").to(getattr(torch, kv_dtype)) for _ in "kv"]
+    q = torch.randn(sum(qo), 8, 128, device="cuda", dtype=torch.bfloat16)
+    direct, wide = at.Attention(s, backend=cuda), at.Attention(replace(s, kv_dtype="bfloat16"), backend=cuda)
+    direct.plan(index)
+    want = direct.run(q, tuple(kv))
+    found = at.formats.gathered(index)
+    rows = [torch.full((total, 2, 128), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in "kv"]
+    direct.gather(tuple(kv), torch.from_numpy(found.slots.copy()).cuda(), *rows)
+    wide.plan(found.index)
+    got = wide.run(q, tuple(rows))
+    if kv_dtype == "bfloat16":
+        assert torch.equal(want, got)
+    else:
+        torch.testing.assert_close(want.float(), got.float(), rtol=2e-2, atol=2e-2)

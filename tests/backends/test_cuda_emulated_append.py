@@ -23,7 +23,11 @@ if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
 
 v = at.variants
-ARGUMENTS = {append.APPEND: "attnrt::Launch", append.COPY: "attnrt::CopyParams"}
+ARGUMENTS = {
+    append.APPEND: "attnrt::Launch",
+    append.COPY: "attnrt::CopyParams",
+    append.GATHER: "attnrt::Launch",
+}
 
 
 class Module:
@@ -66,7 +70,7 @@ class WithAppend(EmulatedCuda):
     def compile(self, spec, features, device):
         found = super().compile(spec, features, device)
         appender = append.Appender(spec, 0, Module)
-        found.append, found.copy_pages = appender.run, appender.copy_pages
+        found.append, found.copy_pages, found.gather = appender.run, appender.copy_pages, appender.gather
         return found
 
 
@@ -180,3 +184,46 @@ def test_latent_rows():
         results.append(caches(attn.spec)[:1])
         attn.append(k, None, results[-1][0], slots=[5, -1, 143])
     equal(*results)
+
+
+GATHERED = [(64, 48), (72, 20)]  # rows of 16-byte pieces, and others
+
+
+@pytest.mark.parametrize("dims", GATHERED)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("rows_in", ["q", "cache"])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_gathers_what_the_cpu_gathers(dtypes, rows_in, kv_layout, dims):
+    """Rows of both caches, in memory that another array surrounds."""
+    q_dtype, kv_dtype = dtypes
+    cuda, cpu = both(
+        q_dtype=q_dtype, kv_dtype=kv_dtype, kv_layout=kv_layout, head_dim=dims[0], head_dim_vo=dims[1]
+    )
+    rng, s = np.random.default_rng(), cuda.spec
+    kv = [(rng.standard_normal(x.shape) * 40).astype(np.float32).astype(x.dtype) for x in caches(s)]
+    slots = np.concatenate([[5, -1, 143, 0, 77, 16, 31], rng.integers(0, 144, 30)])
+    kind = as_dtype(q_dtype if rows_in == "q" else kv_dtype).numpy
+    results = []
+    for attn in (cuda, cpu):
+        around = [np.full((len(slots) + 2, s.num_kv_heads + 1, dim), 7.0, kind) for dim in dims]
+        attn.gather(tuple(kv), slots, *(x[1:-1, :-1] for x in around))
+        assert all((x[[0, -1]] == 7).all() and (x[:, -1] == 7).all() for x in around)
+        results.append([np.ascontiguousarray(x[1:-1, :-1]) for x in around])
+    equal(*results)
+
+
+@pytest.mark.parametrize("rope", [v.rope(64), v.rope(32, interleaved=True)], ids=["half", "interleaved"])
+def test_rotation_of_gathered_rows(rope):
+    """As in test_rotation."""
+    cuda, cpu = both(q_dtype="bfloat16", kv_dtype="bfloat16")
+    rng, s = np.random.default_rng(), cuda.spec
+    kv = [rng.standard_normal(x.shape).astype(np.float32).astype(x.dtype) for x in caches(s)]
+    slots, positions = np.array([5, -1, 143, 0]), np.array([0, 3, 70000, 12])
+    results = []
+    for attn in (cuda, cpu):
+        results.append([np.full((4, s.num_kv_heads, dim), 7.0, kv[0].dtype) for dim in (64, 48)])
+        attn.gather(tuple(kv), slots, *results[-1], rope=rope, positions=positions)
+    equal(results[0][1:], results[1][1:])
+    a, b = (x[0].astype(np.float64) for x in results)
+    assert (np.abs(a - b) <= np.abs(b) * 2.0**-7 + 2**-9).all() and (a != b).mean() < 0.02
+    assert (a[1] == 0).all() and (a[[0, 2, 3]] != 0).any()

@@ -92,6 +92,12 @@ def test_forms_of_one_index_have_the_same_bits(cuda, batch, window):
     for name, index in forms.items():
         attn.plan(index)
         testing.same(want, run(attn, b.q, kv), name)
+    parents = np.concatenate([b.rng.integers(-1, np.arange(n)) for n in b.qo_lens])
+    drafts, whole = f.tree(b.flat, parents), attention(cuda, b, v.full())
+    whole.plan(replace(drafts, in_line=None))
+    apart = run(whole, b.q, kv)
+    whole.plan(drafts)
+    testing.same(apart, run(whole, b.q, kv), "drafts in line")
 
 
 def bind(index, **arrays):

@@ -95,6 +95,10 @@ def test_forms_of_one_index_have_the_same_bits(cuda, batch):
     }
     for name, index in forms.items():
         testing.same(want, run(attn, index, b.q, kv)[1], name)
+    parents = np.concatenate([b.rng.integers(-1, np.arange(n)) for n in b.qo_lens])
+    drafts, whole = f.tree(b.flat, parents), attention(cuda, b, v.full())
+    apart = run(whole, replace(drafts, in_line=None), b.q, kv)[1]
+    testing.same(apart, run(whole, drafts, b.q, kv)[1], "drafts in line")
     ragged = tuple(x.reshape(-1, KV_HEADS, x.shape[-1])[np.concatenate(slots)] for x in kv)
     testing.same(want, run(attn, f.ragged(b.qo_indptr, starts), b.q, ragged)[1], "ragged")
 

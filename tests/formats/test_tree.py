@@ -46,6 +46,17 @@ def draft_batch(data, kit):
     return b, f.paged(b.qo_indptr, b.kv_indptr, b.indices, b.kv_lens, b.size)
 
 
+def same_contexts_twice(b, kit):
+    """A batch whose requests come twice, over the same context, each with drafts of its own."""
+    own = b.rng.permutation(len(b.indices)) + 1000
+    lists = np.concatenate([b.indices, b.indices])
+    for r in range(b.n):
+        first = (b.kv_lens[r] - b.qo_lens[r]) // b.size
+        at = slice(len(b.indices) + b.kv_indptr[r] + first, len(b.indices) + b.kv_indptr[r + 1])
+        lists[at] = own[b.kv_indptr[r] + first : b.kv_indptr[r + 1]]
+    return f.paged(kit.indptr(b.qo_lens * 2), kit.indptr(b.counts * 2), lists, b.kv_lens * 2, b.size)
+
+
 @given(data=st.data())
 def test_nodes_see_their_ancestors(kit, data):
     b, index = draft_batch(data, kit)
@@ -63,15 +74,7 @@ def test_tree_over_ragged_and_over_shared(kit, data):
     ragged = kit.seen(f.tree(f.ragged(b.qo_indptr, kit.indptr(b.kv_lens)), flat))
     paged = kit.seen(f.tree(index, flat))
     assert {k: v[1:] for k, v in ragged.items()} == {k: v[1:] for k, v in paged.items()}
-    # The same contexts twice, each with drafts of its own.
-    twice = f.concat(index, index)
-    own = b.rng.permutation(len(b.indices)) + 1000
-    lists = np.concatenate([b.indices, b.indices])
-    for r in range(b.n):
-        first = (b.kv_lens[r] - b.qo_lens[r]) // b.size
-        at = slice(len(b.indices) + b.kv_indptr[r] + first, len(b.indices) + b.kv_indptr[r + 1])
-        lists[at] = own[b.kv_indptr[r] + first : b.kv_indptr[r + 1]]
-    twice = f.paged(kit.indptr(b.qo_lens * 2), kit.indptr(b.counts * 2), lists, b.kv_lens * 2, b.size)
+    twice = same_contexts_twice(b, kit)
     assert kit.seen(f.tree(f.share(twice, 1), flat * 2)) == kit.seen(f.tree(twice, flat * 2))
 
 
@@ -120,6 +123,31 @@ def test_mask_among_drafts_in_place_of_ancestors(kit, data):
         context = b.kv_lens[r] - b.qo_lens[r]
         assert slots == plain[row, 0][0] and where == at[row] and positions[:context] == list(range(context))
         assert positions[-1] == at[row] + 1
+
+
+def in_line(index):
+    """The index that is planned for variants without positions, checked like any other."""
+    found = f.composite(index.parts_for(False))
+    found.check(full=True)
+    return found
+
+
+@given(data=st.data())
+def test_drafts_in_line_are_the_same_keys(kit, data):
+    """Slots, offsets and bits; alone, over a shared prefix, concatenated and taken."""
+    b, index = draft_batch(data, kit)
+    flat = [p for own in forest(b) for p in own]
+    drafts = f.tree(index, flat)
+    both = f.concat(drafts, f.paged(b.qo_indptr, b.kv_indptr, b.indices, b.kv_lens, b.size), drafts)
+    order = b.rng.permutation(3 * b.n)[: int(b.rng.integers(0, 3 * b.n + 1))]
+    shared = f.tree(f.share(same_contexts_twice(b, kit), 1), flat * 2)
+    for found in (drafts, shared, both, f.take(both, order)):
+        line = in_line(found)
+        assert len(line.parts) == max(1, len(found.parts) - 1)
+        for row in range(found.num_qo):
+            a, b_ = f.keys_of(found, row), f.keys_of(line, row)
+            assert a.slots.tolist() == b_.slots.tolist() and a.offsets.tolist() == b_.offsets.tolist()
+            assert a.qo_pos == b_.qo_pos and a.request == b_.request
 
 
 def test_a_chain_is_causal(kit):

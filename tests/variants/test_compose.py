@@ -264,3 +264,28 @@ def test_pair_dim_past_the_head_is_refused():
     form = compiled.numpy(compiled.bind({}, num_qo_heads=1, num_kv_heads=1))
     with pytest.raises(ArgumentError, match="head dim 8"):
         form.query({"qo_pos": np.array([0])}, np.zeros((1, 8)))
+
+
+def test_who_asks_where_keys_stand():
+    @av.logits
+    def by_row(score, ctx):
+        return score + ctx.qo_pos * 0.5
+
+    @av.logits
+    def by_slot(score, ctx):
+        return score * (1.0 + 0.25 * (ctx.kv_pos - ctx.qo_pos))
+
+    silent = [
+        (),
+        av.softcap(3.0),
+        av.sigmoid(),
+        av.custom_mask(),
+        av.sink_logits(0.5),
+        av.fp8_scales(),
+        by_row,
+    ]
+    asking = [av.causal(), av.sliding_window(9), av.alibi(), av.rope(64), by_slot]
+    asking += [av.cpp("plus", logits="return s + 1.0f;")]
+    assert [av.compose(x).reads_key_positions for x in silent] == [False] * len(silent)
+    assert [av.compose(x).reads_key_positions for x in asking] == [True] * len(asking)
+    assert av.compose((av.custom_mask(), av.causal())).reads_key_positions

@@ -47,6 +47,16 @@ def test_formula(head_dim, dim, theta, interleaved, kit):
     assert (both.native.rows("value", c, x) == x).all()
 
 
+def test_keys_that_are_rotated_already_pass(kit):
+    whole, queries = kit.both(av.rope(32)), kit.both(av.rope(32, keys=False))
+    rng = np.random.default_rng()
+    x = rng.standard_normal((len(POSITIONS), 64)).astype(np.float32)
+    c = np.zeros(len(POSITIONS), kit.ctx_dtype)
+    c["qo_pos"], c["kv_pos"] = POSITIONS, POSITIONS[::-1]
+    assert (queries.native.rows("query", c, x) == whole.native.rows("query", c, x)).all()
+    assert (queries.native.rows("key", c, x) == x).all() and (whole.native.rows("key", c, x) != x).any()
+
+
 def test_pairings_differ_and_scores_depend_on_distance_alone(kit):
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 1, 64))
