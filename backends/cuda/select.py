@@ -6,7 +6,8 @@ tile kernel. Both take anything that the spec allows and give the same bits, so 
 takes, a request's own length decides (tables.py), because its bits are others.
 
 A captured graph outlives the plan that it was captured under, so with limits the choice is made from them and the spec: where
-they promise decode steps there is no crew ``WIDE``, and the decode kernel takes items of more rows pass by pass.
+they promise decode steps there is no crew ``WIDE``, and the decode kernel takes items of more rows pass by pass; where they
+promise drafts alone, the wide kernel takes all.
 """
 
 from __future__ import annotations
