@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from emulated_cuda import ASSEMBLY, EmulatedCuda, EmulatedKernel, build
 
-from attnrt.backends.cuda import boxes, pack, render, select, tables
+from attnrt.backends.cuda import boxes, pack, render, select, structs, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
@@ -131,13 +131,15 @@ class HopperKernel(EmulatedKernel):
 
 
 class EmulatedHopper(EmulatedCuda):
-    """The backend; ``boxes`` False: K and V come key by key."""
+    """The backend; ``boxes`` False: K and V come key by key; ``behind``: the wide kernel is not the first of a run."""
 
     name = "emulated hopper"
 
-    def __init__(self, multiprocessors: int = 2, boxes: bool = True, seed: int = 1) -> None:
+    def __init__(
+        self, multiprocessors: int = 2, boxes: bool = True, seed: int = 1, behind: bool = False
+    ) -> None:
         super().__init__(multiprocessors=multiprocessors)
-        self.boxes, self.seed, self.seen = boxes, seed, []
+        self.boxes, self.seed, self.seen, self.behind = boxes, seed, [], behind
 
     def traits(self, spec: Any, features: Any, device: Any, deterministic: str = "batch") -> Any:
         return replace(tables.traits_for(spec, self.multiprocessors, deterministic, hopper=True), launch=0.0)
