@@ -153,15 +153,16 @@ def _rotated(position: Node, scale: Node | None) -> tuple[Node, Node]:
 
 
 def turns_by_position(composed: Any) -> bool:
-    """Whether a composed variant's hooks on q and k are ``rope`` alone, unscaled, "half" pairing, of one width.
+    """Whether a composed variant's hooks on q and k, or that on q alone, are ``rope``, unscaled, "half" pairing, of one width.
 
     A kernel may then compute the angles in another way than key by key.
     """
-    maps = (composed.query, composed.key_map)
-    if any(m is None or m.pairing != "half" for m in maps) or maps[0].dim != maps[1].dim:
+    query, key = composed.query, composed.key_map
+    if query is None or query.pairing != "half" or (query.y0, query.y1) != _rotated(CTX.qo_pos, None):
         return False
-    positions = (CTX.qo_pos, CTX.kv_pos)
-    return all((m.y0, m.y1) == _rotated(p, None) for m, p in zip(maps, positions, strict=True))
+    if key is None:
+        return True
+    return key.pairing == "half" and key.dim == query.dim and (key.y0, key.y1) == _rotated(CTX.kv_pos, None)
 
 
 def rope(

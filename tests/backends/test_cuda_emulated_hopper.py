@@ -117,6 +117,12 @@ REWRITTEN = {
     "e4m3 64": {"kv_dtype": "float8_e4m3fn"},
     "e5m2 192/128": {"kv_dtype": "float8_e5m2", "head_dim": 192, "head_dim_vo": 128},
     "rope": {"variant": (v.causal(), v.rope(64))},
+    "rope of q": {"variant": (v.causal(), v.rope(64, keys=False))},
+    "rope of a part of q, e4m3": {
+        "variant": (v.causal(), v.rope(32, keys=False)),
+        "head_dim": 128,
+        "kv_dtype": "float8_e4m3fn",
+    },
     "rope of a part": {"variant": (v.causal(), v.rope(32, interleaved=True)), "head_dim": 128},
     "e4m3, rope of 192": {
         "kv_dtype": "float8_e4m3fn",

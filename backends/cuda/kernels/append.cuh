@@ -155,22 +155,36 @@ __device__ __forceinline__ void gather_rows(const AppendParams& p, const ParamRe
     const bool there = slot >= 0 && slot < p.k_cache.num_slots;
     char* k = const_cast<char*>(p.k) + row * p.k_stride_row * kRowBytes;
     if constexpr (Variant::has_key) {
-      const int pairs = pair_count(Variant::key_pairing, kOver);
+      // Four heads between loads and stores, so that what the hook computes from the position alone is computed once.
+      constexpr int kAhead = 4;
       Ctx c;
       c.request = c.qo_pos = c.qo_head = c.qo_row = c.qo_len = c.kv_len = 0;
       c.kv_pos = p.positions[row];
       c.kv_slot = slot;
-      for (int i = lane; i < p.heads * pairs; i += 32) {
-        const int head = i / pairs, d = i % pairs;
+      for (int d = lane; d < pair_count(Variant::key_pairing, kOver); d += 32) {
         const int a = pair_first(Variant::key_pairing, d), b = pair_second(Variant::key_pairing, kOver, d);
-        const Stored* from = reinterpret_cast<const Stored*>(p.k_cache.ptr) + append_offset(p.k_cache, slot, head);
-        float x0 = there ? to_float<Config::kv_type>(from[a]) : 0.0f,
-              x1 = there ? to_float<Config::kv_type>(from[b]) : 0.0f;
-        c.kv_head = head;
-        Variant::key(params, c, d, x0, x1);
-        Row* to = reinterpret_cast<Row*>(k) + head * p.k_stride_head;
-        to[a] = from_float<Config::row_type>(there ? x0 : 0.0f);
-        if (Variant::key_pairing != PAIR_SINGLE) to[b] = from_float<Config::row_type>(there ? x1 : 0.0f);
+        for (int first = 0; first < p.heads; first += kAhead) {
+          float x0[kAhead], x1[kAhead];
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            const int head = min(first + i, p.heads - 1);
+            const Stored* from = reinterpret_cast<const Stored*>(p.k_cache.ptr) + append_offset(p.k_cache, slot, head);
+            x0[i] = there ? to_float<Config::kv_type>(from[a]) : 0.0f;
+            x1[i] = there ? to_float<Config::kv_type>(from[b]) : 0.0f;
+          }
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            c.kv_head = min(first + i, p.heads - 1);
+            Variant::key(params, c, d, x0[i], x1[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            if (first + i >= p.heads) break;
+            Row* to = reinterpret_cast<Row*>(k) + (first + i) * p.k_stride_head;
+            to[a] = from_float<Config::row_type>(there ? x0[i] : 0.0f);
+            if (Variant::key_pairing != PAIR_SINGLE) to[b] = from_float<Config::row_type>(there ? x1[i] : 0.0f);
+          }
+        }
       }
     }
     gather_row<Config::kv_type, Config::row_type, kMapped, Config::head_dim>(p.k_cache, slot, there, k, p.k_stride_head,

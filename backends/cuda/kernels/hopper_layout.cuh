@@ -54,9 +54,9 @@ struct HopperLayout {
   static constexpr bool kRewritesQ = Variant::has_query;
   static constexpr bool kRewritesK = kWidens || Variant::has_key;
   static constexpr bool kRewritesV = kWidens || Variant::has_value;
-  // The hooks on q and K are a rotation by position, "half" pairing, and its table fits beside those of masks and
-  // hooks.
-  static constexpr int kTurned = Variant::key_dim == 0 ? Config::head_dim : Variant::key_dim;
+  // The hooks on q and K (or on q alone) are a rotation by position, "half" pairing, and its table fits beside those of
+  // masks and hooks.
+  static constexpr int kTurned = Variant::query_dim == 0 ? Config::head_dim : Variant::query_dim;
   static constexpr bool kTurns =
       Config::turns &&
       (kTurned <= 128 || !(Variant::reads_index_mask || Variant::has_logits || !Variant::mask_is_interval));

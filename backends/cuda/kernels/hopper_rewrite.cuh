@@ -393,7 +393,7 @@ class HopperRewriter {
     const unsigned tile = base_ + L::kOffsetK + stage * L::kBytesK;
     ptx::mbar_wait(bar(meta_.k_raw[stage]), t / L::kStages & 1);
     if constexpr (L::kWidens) widen_rows<Config::kv_type, kTo, L::kDim, L::kSlabKv, kMine>(tile, warp_ * kMine, lane_);
-    if constexpr (L::kTurns) {
+    if constexpr (L::kTurns && Variant::has_key) {
       __syncwarp();
       typedef RowTurner<kTo, kOver, L::kSlabKv, kMine> Turner;
       if (pass.runs) {
@@ -468,7 +468,7 @@ class HopperRewriter {
   }
 
   // ------------------------------------------------------------------ rotation by position
-  static constexpr int kOver = Variant::key_dim == 0 ? L::kDim : Variant::key_dim;
+  static constexpr int kOver = L::kTurned;
 
   __device__ __forceinline__ unsigned table() const { return ptx::smem_addr(&meta_.turns[0]); }
   __device__ __forceinline__ void fill_table() const {
