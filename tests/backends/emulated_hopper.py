@@ -94,6 +94,8 @@ class HopperKernel(EmulatedKernel):
             return super().launch_many(call)
         box = boxes.encoded(boxes.NO_BOXES, self.backend.boxes, call, self.spec)
         memory, at = self._with_maps(call, box)
+        if self.backend.behind:
+            ctypes.c_int.from_address(at.value + structs.run_offsets()["first"]).value = 0
         assert self.wide().emulate_wide(at, self.backend.seed), (
             "the threads of a CTA wait for each other in vain"
         )
