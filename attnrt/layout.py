@@ -108,7 +108,8 @@ class Limits:
         Keys of one request (of a device array of lengths: their bounds). A graph of requests that are one leaf then has no
         launch for longer ones.
     min_qo_len : int, optional
-        Queries of one request that has any, at least. A graph of long prompts then has no launch for decode steps.
+        Queries of one request that has any, at least. A graph of long prompts, or of drafts (with ``max_qo_len``, and no part
+        but one), then has no launch for decode steps.
     kv_alignment : int, optional
         Tokens, a power of two. KV blocks are multiples of it and lists begin in their requests at multiples of it; keys of a
         ragged list lie side by side anyway. From 16 on, a graph over a cache whose tokens have one stride has no launch that

@@ -150,6 +150,9 @@ class Team:
         of the machine as this is enough for them to keep memory busy.
     again : float
         Cost of second items: of workers that have to start once more.
+    stored, folded : float
+        Cost of the end of a leaf whose state is stored, and of one that is folded: items get equal costs where they are cut, and
+        not equal numbers of keys. 0: ends cost nothing.
     beside : float
         What stands for ``fixed`` where workers are left to the others (``overlap``); 0: ``fixed`` itself.
     tile : int
@@ -172,6 +175,8 @@ class Team:
     unit: float = 1.0
     overlap: float = 0.0
     again: float = 0.0
+    stored: float = 0.0
+    folded: float = 0.0
     beside: float = 0.0
     tile: int = 0
     sizes: tuple[tuple[int, int], ...] = ()

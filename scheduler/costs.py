@@ -18,8 +18,23 @@ from attnrt.scheduler.base import Sharing, Team
 from attnrt.scheduler.problem import Problem, scattered
 from attnrt.scheduler.tiles import Tile
 
-__all__ = ["BESIDE", "Candidate", "Crew", "least", "score", "time_of", "total", "unit_cost", "whole_cost"]
+__all__ = [
+    "BESIDE",
+    "Candidate",
+    "Crew",
+    "Run",
+    "folds",
+    "least",
+    "score",
+    "time_of",
+    "total",
+    "unit_cost",
+    "whole_cost",
+    "whole_run",
+]
 
+#: kv_begin, kv_end, leaf_begin, leaf_end.
+Run = tuple[int, int, int, int]
 
 #: Workers on few multiprocessors are up to three times as slow as alone; that pays as long as none has more to do than so many
 #: times what a team does meanwhile (performance.md, E15).
@@ -56,6 +71,11 @@ class Crew:
         return candidate.time * self.traits.unit if beside else 0.0
 
     @property
+    def counts_ends(self) -> bool:
+        """Whether ends of leaves have a price."""
+        return isinstance(self.traits, Team) and self.traits.stored + self.traits.folded > 0.0
+
+    @property
     def longer(self) -> tuple[float, ...]:
         """Longer runs that are weighed: these times Algorithm 1's."""
         if self.sharing:
@@ -87,17 +107,29 @@ def whole_cost(problem: Problem, crew: Crew) -> float:
     beside = getattr(crew.traits, "beside", 0.0)
     more = beside - crew.traits.fixed if beside else 0.0
     return total(
-        tile.heads * (unit_cost(problem, crew, tile, tile.kv_begin, tile.kv_end) + more)
+        tile.heads * (unit_cost(problem, crew, tile, whole_run(tile), folds(problem, tile)) + more)
         for tile in crew.tiles
     )
 
 
-def unit_cost(problem: Problem, crew: Crew, tile: Tile, begin: int, end: int) -> float:
+def whole_run(tile: Tile) -> Run:
+    return (tile.kv_begin, tile.kv_end, tile.leaf_begin, tile.leaf_end)
+
+
+def folds(problem: Problem, tile: Tile) -> bool:
+    """Whether a tile that is not cut folds its leaves."""
+    one = tile.whole and tile.leaf_end - tile.leaf_begin <= 1
+    return tile.first and (one or problem.tree != "pairwise")
+
+
+def unit_cost(problem: Problem, crew: Crew, tile: Tile, run: Run, fold: bool) -> float:
     """Cost of these keys of a tile for one KV head."""
     t, rows = crew.traits, float(tile.queries * problem.group)
+    begin, end, leaf_begin, leaf_end = run
     size = getattr(t, "tile", 0)
     keys = float((-(-end // size) - begin // size) * size if size else end - begin)
-    return t.fixed + t.alpha * rows + t.beta * keys + t.beta_rows * rows * keys
+    ends = getattr(t, "folded" if fold else "stored", 0.0) * float(leaf_end - leaf_begin)
+    return t.fixed + t.alpha * rows + t.beta * keys + t.beta_rows * rows * keys + ends
 
 
 def score(problem: Problem, crew: Crew, candidate: Candidate) -> float:

@@ -22,7 +22,7 @@ from attnrt.scheduler.values import twin
 if TYPE_CHECKING:
     from attnrt.formats.base import BlockSparse
 
-_ABI = 8  # of native/planner_abi.h
+_ABI = 10  # of native/planner_abi.h
 
 try:
     from attnrt.scheduler._planner_native import ffi, lib
@@ -128,6 +128,7 @@ def _traits_struct(traits: Traits) -> Any:
         out.again, out.tile, out.num_sizes = team.again, team.tile, len(team.sizes)
         for i, (rows, cost) in enumerate(team.sizes):
             out.size_rows[i], out.size_cost[i] = rows, cost
+        out.stored, out.folded = team.stored, team.folded
     struct.num_crews = len(crews)
     struct.num_classes, struct.split_heads = len(traits.classes), traits.split_heads
     for klass, out in zip(traits.classes, struct.classes, strict=False):

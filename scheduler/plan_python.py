@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,12 +23,14 @@ from attnrt.scheduler.costs import (
     BESIDE,
     Candidate,
     Crew,
+    Run,
     least,
     score,
     time_of,
     total,
     unit_cost,
     whole_cost,
+    whole_run,
 )
 from attnrt.scheduler.problem import Problem
 from attnrt.scheduler.tiles import Tile, find_tiles, mark_rows, rows_of, units_of
@@ -46,7 +49,17 @@ BAD_BALANCE = 1.1
 #: to these parts of its limit.
 SHORTER_RUNS = (2, 4, 8)
 
+#: And not where runs of equal cost, one for each worker at most, have a time that is over the mean by no more than this: what
+#: they lack is leaves to cut at, and second items cost more than the rest.
+EVEN_BALANCE = 1.25
+
+#: Items of equal cost are looked for until the longest is known to this part of it.
+STEPS = 128
+
 _INT32_MAX = (1 << 31) - 1
+
+#: Runs of a tile under so many KV heads.
+Cutter = Callable[[Tile, int], list[Run]]
 
 
 def plan_python(problem: Problem) -> tuple[WorkList, MergeList, int]:
@@ -167,7 +180,7 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
 
     A split of heads needs no merge, so it comes first. Algorithm 1 alone lets a run be as long as a worker's fair share, which
     leaves the longest worker up to twice the mean; halving its limit costs merges and is charged for them. Longer runs are
-    weighed against both.
+    weighed against both. Where ends of leaves have a price, runs of equal cost come before these.
     """
     heads, workers = problem.num_kv_heads, crew.workers
     divisors = [1]
@@ -197,6 +210,14 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
     assert best is not None
     if hasattr(problem.scheduler, "split"):
         return best
+    if best.cuts and crew.counts_ends:
+        even = _even(problem, crew, width, best.time)
+        if even is not None:
+            candidate = _candidate(problem, crew, width, even, room)
+            _assign(problem, crew, candidate)
+            best = candidate if score(problem, crew, candidate) < score(problem, crew, best) else best
+            if best.time <= EVEN_BALANCE * best.mean:
+                return best
     count = first = len(best.items)
     for finer in SHORTER_RUNS:
         if best.time <= BAD_BALANCE * best.mean or count >= 4 * MANY_ITEMS * workers:
@@ -218,7 +239,35 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
     return best
 
 
-def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tuple[int, int]) -> Candidate:
+def _even(problem: Problem, crew: Crew, heads: int, most: float) -> Cutter | None:
+    """Cuts into items of equal cost, no more of them than workers: of no more than ``most``, and of as little as there is."""
+
+    def cutter(cost: float) -> Cutter:
+        return lambda tile, step: _cut_by_cost(problem, crew, tile, cost / step)
+
+    def few(cost: float) -> bool:
+        cut, items = cutter(cost), 0
+        for tile in crew.tiles:
+            step = min(heads, tile.heads)
+            items += tile.heads // step * len(cut(tile, step))
+        return items <= crew.workers
+
+    if not few(most):
+        return None
+    low = most / 2
+    while most - low > most / STEPS:
+        cost = (low + most) / 2
+        if few(cost):
+            most = cost
+        else:
+            low = cost
+    return cutter(most)
+
+
+def _candidate(
+    problem: Problem, crew: Crew, heads: int, limit: float | Cutter, room: tuple[int, int]
+) -> Candidate:
+    """``limit``: the longest run in keys x KV heads, or what cuts otherwise."""
     runs, slots, cuts = _cut(problem, crew.tiles, heads, limit, room)
     rows: list[tuple[int, ...]] = []
     costs: list[float] = []
@@ -228,7 +277,8 @@ def _candidate(problem: Problem, crew: Crew, heads: int, limit: float, room: tup
         step = min(heads, tile.heads)
         for head in range(tile.head_begin, tile.head_end, step):
             for lo, hi, leaf_begin, leaf_end, slot, fold in tile_runs:
-                costs.append(step * unit_cost(problem, crew, tile, lo, hi))
+                run = lo, hi, leaf_begin, leaf_end
+                costs.append(step * unit_cost(problem, crew, tile, run, bool(fold)))
                 where = (tile.part, tile.row, tile.q_begin, tile.q_end, head, head + step)
                 rows.append((*where, lo, hi, leaf_begin, leaf_end, slot, tile.klass, fold, 0))
                 requests.append(int(problem.parts[tile.part].request[tile.q_begin]))
@@ -286,11 +336,11 @@ def _costs(scheduler: object, items: np.ndarray, own: np.ndarray) -> np.ndarray:
 
 def _whole_slots(problem: Problem, tiles: list[Tile]) -> int:
     """Partial slots of tiles that are not cut."""
-    return sum(_slots(tile, [_whole_run(tile)], problem.tree == "pairwise") for tile in tiles)
+    return sum(_slots(tile, [whole_run(tile)], problem.tree == "pairwise") for tile in tiles)
 
 
 def _cut(
-    problem: Problem, tiles: list[Tile], heads: int, limit: float, room: tuple[int, int]
+    problem: Problem, tiles: list[Tile], heads: int, limit: float | Cutter, room: tuple[int, int]
 ) -> tuple[list, int, int]:
     """Runs of every tile, partial slots used, tiles cut. Item heads share a tile's slots: they write other heads of them.
 
@@ -300,10 +350,12 @@ def _cut(
     used = room[0] + _whole_slots(problem, tiles)
     runs, cuts, next_slot = [], 0, room[0]
     for tile in tiles:
-        cut = [_whole_run(tile)]
-        if limit < math.inf:
-            longest = max(1, math.ceil(limit / min(heads, tile.heads)))
-            more = _cut_tile(problem, tile, longest)
+        cut, step = [whole_run(tile)], min(heads, tile.heads)
+        if callable(limit) or limit < math.inf:
+            if callable(limit):
+                more = limit(tile, step)
+            else:
+                more = _cut_tile(problem, tile, max(1, math.ceil(limit / step)))
             extra = _slots(tile, more, pairwise) - _slots(tile, cut, pairwise)
             if len(more) > 1 and used + extra <= room[1]:
                 cut, used, cuts = more, used + extra, cuts + 1
@@ -312,11 +364,7 @@ def _cut(
     return runs, used - room[0], cuts
 
 
-def _whole_run(tile: Tile) -> tuple[int, int, int, int]:
-    return (tile.kv_begin, tile.kv_end, tile.leaf_begin, tile.leaf_end)
-
-
-def _cut_tile(problem: Problem, tile: Tile, longest: int) -> list[tuple[int, int, int, int]]:
+def _cut_tile(problem: Problem, tile: Tile, longest: int) -> list[Run]:
     """Runs of about ``longest`` keys, rounded up to leaves; an eighth more is not worth a cut."""
     ruler = problem.traits.classes[tile.klass].ruler
     runs, begin, leaf = [], tile.kv_begin, tile.leaf_begin
@@ -328,6 +376,24 @@ def _cut_tile(problem: Problem, tile: Tile, longest: int) -> list[tuple[int, int
         runs.append((begin, end, leaf, next_leaf))
         begin, leaf = end, next_leaf
     return [*runs, (begin, tile.kv_end, leaf, tile.leaf_end)]
+
+
+def _cut_by_cost(problem: Problem, crew: Crew, tile: Tile, most: float) -> list[Run]:
+    """Runs that cost ``most`` for one KV head at most, each as long as may be; one of a single leaf may cost more."""
+    ruler = problem.traits.classes[tile.klass].ruler
+    runs: list[Run] = []
+    begin, leaf, fold = tile.kv_begin, tile.leaf_begin, tile.first and problem.tree != "pairwise"
+    while True:
+        run = None
+        for end in range(leaf + 1, tile.leaf_end + 1):
+            longer = (begin, ruler.start(end) if end < tile.leaf_end else tile.kv_end, leaf, end)
+            if run is not None and unit_cost(problem, crew, tile, longer, fold) > most:
+                break
+            run = longer
+        if run is None:
+            return runs or [whole_run(tile)]
+        runs.append(run)
+        begin, leaf, fold = run[1], run[3], False
 
 
 def _is_direct(tile: Tile, runs: list, pairwise: bool) -> bool:

@@ -265,6 +265,27 @@ CUDA_MUTANTS = (
         test=EMULATED + " -k test_workers",
     ),
     Mutant(
+        name="states after the 32 at hand are those at hand",
+        file=KERNELS + "merge.cuh",
+        old="const unsigned states = e + kRing < 32 ? a.now : a.next;",
+        new="const unsigned states = a.now;",
+        test=EMULATED + " -k 'many_states and 128'",
+    ),
+    Mutant(
+        name="a folded run's ends cost what stored ones do",
+        file="scheduler/costs.py",
+        old='"folded" if fold else "stored"',
+        new='"stored"',
+        test="scheduler/test_plan_native.py -k drafts",
+    ),
+    Mutant(
+        name="a round for nothing leaves its maximum behind (wide)",
+        file=KERNELS + "wide.cuh",
+        old="        before = 0;\n        m[0] = m[1] = neg_inf();",
+        new="        before = 0;",
+        test=EMULATED_WIDE + " -k 'behind and variant0'",
+    ),
+    Mutant(
         name="tiles start at the item",
         file=KERNELS + "cursor.cuh",
         old="leaf_start + (from - leaf_start) / kTile * kTile;",

@@ -30,6 +30,7 @@ from attnrt.backends.cuda.select import (
     limits_fold,
     limits_short,
     limits_team,
+    limits_wide,
     merge_counters,
     plan_decodes,
 )
@@ -244,7 +245,8 @@ class CudaKernel:
         names: list[str] = []
         if not team or limits_short(self.spec, limits):
             names += () if limits_decode(self.spec, limits) else (self.wide,)
-            names += (DECODE,) if decode_queries(self.spec) else ()
+            alone = self.wide == WIDE and limits_wide(self.spec, limits)
+            names += (DECODE,) if decode_queries(self.spec) and not alone else ()
         if limits.max_parts > 1 and not team:
             # Of rows that share keys or not, as the planner finds: where they do not, the wide kernel's CTAs end as soon as
             # those of the decode kernel make room for them.

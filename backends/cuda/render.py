@@ -194,10 +194,13 @@ extern "C" __global__ void __launch_bounds__({THREADS}, {MERGE_CTAS})
 {MERGE}(const __grid_constant__ attnrt::Launch launch) {{
   attnrt::prefetch_plan(launch.run);
   ATTNRT_MARK(24);
-  attnrt::wait_for_predecessors();
-  ATTNRT_MARK(25);
-  if (launch.run.plan->counters) return;  // the decode kernel has merged
-  attnrt::Merge<attnrt::Config, attnrt::Variant>(launch.run, *launch.run.plan, launch.params).run();
+  attnrt::wait_if_first(launch.run);
+  typedef attnrt::Merge<attnrt::Config, attnrt::Variant> Rows;
+  __shared__ __align__(128) char ring[Rows::kRingBytes];
+  Rows(launch.run, *launch.run.plan, launch.params).run(ring, [] {{
+    attnrt::wait_for_predecessors();
+    ATTNRT_MARK(25);
+  }});
 }}
 """
 

@@ -6,7 +6,8 @@ tile kernel. Both take anything that the spec allows and give the same bits, so 
 takes, a request's own length decides (tables.py), because its bits are others.
 
 A captured graph outlives the plan that it was captured under, so with limits the choice is made from them and the spec: where
-they promise decode steps there is no crew ``WIDE``, and the decode kernel takes items of more rows pass by pass.
+they promise decode steps there is no crew ``WIDE``, and the decode kernel takes items of more rows pass by pass; where they
+promise drafts alone, the wide kernel takes all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnrt.backends.cuda.tables import APPEND_ROWS, DECODE_ROWS, HOPPER, WIDE, decode_blocks
+from attnrt.backends.cuda.tables import (
+    APPEND_ROWS,
+    DECODE_ROWS,
+    HOPPER,
+    WIDE,
+    WIDE_ROWS,
+    decode_blocks,
+    takes_wide,
+)
 from attnrt.latest import Latest
 from attnrt.scheduler.base import WORK_FIELDS
 from attnrt.scheduler.machines import APPEND_RULER
@@ -32,6 +41,7 @@ __all__ = [
     "limits_fold",
     "limits_short",
     "limits_team",
+    "limits_wide",
     "merge_counters",
     "plan_decodes",
     "plan_folds",
@@ -72,11 +82,27 @@ def limits_decode(spec: AttentionSpec, limits: Limits) -> bool:
     return 0 < limits.max_qo_tokens <= limits.max_requests * most
 
 
+def limits_wide(spec: AttentionSpec, limits: Limits) -> bool:
+    """Whether limits promise requests of more queries than a tile of the decode kernel has and of no more than one of the wide
+    kernel: then there is no launch of the decode kernel, which would find nothing to do."""
+    if limits.max_parts > 1 or limits.min_qo_len is None or limits.max_qo_len is None or not takes_wide(spec):
+        return False
+    return (
+        8 * decode_blocks(spec) < limits.min_qo_len * spec.group
+        and limits.max_qo_len * spec.group <= WIDE_ROWS
+    )
+
+
 def within(spec: AttentionSpec, traits: Traits, limits: Limits) -> Traits:
-    """The traits of an attention with limits: without the crew ``WIDE`` where nobody launches its kernel."""
-    if not limits_decode(spec, limits):
-        return traits
-    return replace(traits, teams=tuple(team for team in traits.teams if team.name != WIDE))
+    """The traits of an attention with limits: without the crew ``WIDE`` where nobody launches its kernel, with all rows for it
+    where nobody launches the other."""
+    if limits_decode(spec, limits):
+        return replace(traits, teams=tuple(team for team in traits.teams if team.name != WIDE))
+    if traits.classes[0].q_tile < WIDE_ROWS or not limits_wide(spec, limits):
+        return traits  # the first: no device of the wide kernel
+    return replace(
+        traits, teams=tuple(replace(team, rows=0) if team.name == WIDE else team for team in traits.teams)
+    )
 
 
 def limits_team(spec: AttentionSpec, limits: Limits) -> bool:

@@ -221,6 +221,8 @@ AGAIN, MERGE, FOLD = 3e-6, 1.8e-6, 0.09e-6
 
 #: Query-head rows of a tile of the wide kernel, and its CTAs per multiprocessor.
 WIDE_ROWS, WIDE_CTAS = 64, 2
+#: Keys that the end of a leaf costs it: where the leaf's state is stored, and where it is folded (performance.md, E19, E20).
+LEAF_STORED, LEAF_FOLDED = 96.0, 48.0
 
 
 #: Leaves of the decode kernel's rows, by head_dim and bytes of a cache's element, where they were measured against DECODE_RULER
@@ -255,6 +257,8 @@ def _wide_team(team: Team, tile: TileConfig | None, beta_rows: float) -> Team:
         fixed=128.0,
         unit=WIDE_CTAS / DECODE_GROUPS,
         again=256.0,
+        stored=LEAF_STORED,
+        folded=LEAF_FOLDED,
     )
 
 

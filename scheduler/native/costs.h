@@ -28,6 +28,9 @@ inline int32_t next_cut(const Ruler& ruler, const Tile& t, int64_t begin, int64_
   return ruler.start(next) < t.kv_end ? next : 0;
 }
 
+// Whether ends of leaves have a price.
+inline bool counts_ends(const Crew& crew) { return crew.traits->stored + crew.traits->folded > 0.0; }
+
 class Costs {
  public:
   void of(const attnrt_problem& problem) { pr = &problem; }
@@ -40,8 +43,10 @@ class Costs {
   }
   double unit(const Crew& crew, const Tile& t, const Run& run) const {
     const int64_t size = crew.traits->tile;
-    if (!size) return unit(crew, t, int64_t(run.kv_end) - run.kv_begin);
-    return unit(crew, t, ((run.kv_end + size - 1) / size - run.kv_begin / size) * size);
+    const double ends = run.fold ? crew.traits->folded : crew.traits->stored;
+    int64_t keys = int64_t(run.kv_end) - run.kv_begin;
+    if (size) keys = ((run.kv_end + size - 1) / size - run.kv_begin / size) * size;
+    return unit(crew, t, keys) + ends * double(run.leaf_end - run.leaf_begin);
   }
 
   // All tiles of a crew, uncut, beside the other crews.
@@ -126,6 +131,8 @@ class Extent {
       const Tile& t = tiles[i];
       const double start = t.heads() * std::max(0.0, costs.unit(crew, t, 0));
       whole += t.heads() * t.cost;
+      const double stored = std::max(0.0, crew.traits->stored - crew.traits->folded);  // where one is folded now
+      whole += t.heads() * stored * double(t.leaf_end - t.leaf_begin);
       by_leaves += start * double(std::max(0, t.leaf_end - t.leaf_begin - 1));
       by_keys += start * double(t.keys());
       if (!costliest || t.cost > costliest->cost) costliest = &t;
@@ -142,7 +149,8 @@ class Extent {
     const Ruler& ruler = rulers[size_t(t.klass)];
     const int32_t step = std::min(heads, t.heads()), next = next_cut(ruler, t, t.kv_begin, longest_run(limit, step));
     double least = t.cost;  // it stays whole where slots do not suffice
-    if (next) least = std::min(least, costs.unit(crew, t, ruler.start(next) - t.kv_begin));
+    const Run first = {t.kv_begin, next ? int32_t(ruler.start(next)) : t.kv_end, t.leaf_begin, next, 0, t.fold};
+    if (next) least = std::min(least, costs.unit(crew, t, first));
     const double cuts = std::min(by_leaves, by_keys * heads / limit);
     return step * least > (kGoodBalance + 1e-6) * ((whole + cuts) / crew.workers);
   }

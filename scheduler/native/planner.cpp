@@ -25,6 +25,7 @@
 namespace {
 
 constexpr double kBadBalance = 1.1;
+constexpr double kEvenBalance = 1.25;
 constexpr int64_t kManyItems = 4;
 constexpr int kWorkFields = 14;
 
@@ -33,6 +34,14 @@ constexpr double kBeside = 2.0;
 // Where workers share multiprocessors; of teams, whose items cost much to start.
 constexpr std::array<double, 4> kLongerRuns = {1.25, 2.0, 3.0, 4.0};
 constexpr std::array<double, 2> kLongerItems = {1.125, 1.25};
+// Items of equal cost are looked for until the longest is known to this part of it.
+constexpr double kSteps = 128.0;
+
+// Where tiles are cut: the longest run in keys x KV heads, or what an item costs at most.
+struct Limit {
+  double keys = std::numeric_limits<double>::infinity(), cost = 0.0;
+  bool any() const { return cost > 0.0 || keys < std::numeric_limits<double>::infinity(); }
+};
 
 class Planner {
  public:
@@ -40,10 +49,13 @@ class Planner {
   void take(int32_t* out) const;
 
  private:
-  void cut(const Crew& crew, Candidate& c, int32_t heads, double limit);
+  void cut(const Crew& crew, Candidate& c, int32_t heads, const Limit& limit);
   void cut_tile(const Tile& tile, int64_t longest);
+  void cut_by_cost(const Crew& crew, const Tile& tile, double most);
+  double even(const Crew& crew, int32_t heads, double most);
+  bool few(const Crew& crew, int32_t heads, double cost);
   int64_t place(std::vector<Run>& out, const Tile& tile, int32_t slot) const;
-  void weigh(const Crew& crew, Candidate& c, int32_t heads, double limit);
+  void weigh(const Crew& crew, Candidate& c, int32_t heads, const Limit& limit);
   void list_items(const Crew& crew, Candidate& c);
   void assign_lpt(const Crew& crew, Candidate& c);
   void assign_to(const Crew& crew, Candidate& c, bool by_request);
@@ -111,6 +123,51 @@ void Planner::cut_tile(const Tile& t, int64_t longest) {
   runs.push_back({int32_t(begin), t.kv_end, leaf, t.leaf_end, kDirect, 0});
 }
 
+// Runs that cost `most` for one KV head at most, each as long as may be; one of a single leaf may cost more.
+void Planner::cut_by_cost(const Crew& crew, const Tile& t, double most) {
+  const Ruler& ruler = found.rulers[size_t(t.klass)];
+  runs.clear();
+  Run run = t;
+  run.slot = kDirect;
+  while (run.leaf_begin < t.leaf_end) {
+    Run longer = run;
+    for (int32_t end = run.leaf_begin + 1; end <= t.leaf_end; ++end) {
+      longer.kv_end = end < t.leaf_end ? int32_t(ruler.start(end)) : t.kv_end;
+      longer.leaf_end = end;
+      if (end > run.leaf_begin + 1 && costs.unit(crew, t, longer) > most) break;
+      run = longer;
+    }
+    runs.push_back(run);
+    run.kv_begin = run.kv_end, run.leaf_begin = run.leaf_end, run.fold = 0;
+  }
+}
+
+// Whether items that cost so much at most are no more than workers.
+bool Planner::few(const Crew& crew, int32_t heads, double cost) {
+  int64_t items = 0;
+  const Tile* before = nullptr;
+  for (size_t i = crew.begin; i < crew.end; ++i) {
+    const Tile& t = tiles[i];
+    const int32_t step = std::min(heads, t.heads());
+    if (!before || !like(t, *before)) cut_by_cost(crew, t, cost / step);
+    before = &t;
+    items += int64_t(t.heads() / step) * int64_t(std::max<size_t>(1, runs.size()));
+  }
+  return items <= crew.workers;
+}
+
+// What items of equal cost, no more of them than workers, cost at most: as little as there is, and no more than `most`;
+// 0: there are none.
+double Planner::even(const Crew& crew, int32_t heads, double most) {
+  if (!few(crew, heads, most)) return 0.0;
+  double low = most / 2;
+  while (most - low > most / kSteps) {
+    const double cost = (low + most) / 2;
+    (few(crew, heads, cost) ? most : low) = cost;
+  }
+  return most;
+}
+
 // Give the runs of a tile (in `runs`) their slots; returns how many.
 int64_t Planner::place(std::vector<Run>& out, const Tile& t, int32_t slot) const {
   if (is_direct(*pr, t, runs.size())) {
@@ -129,16 +186,19 @@ int64_t Planner::place(std::vector<Run>& out, const Tile& t, int32_t slot) const
   return slot - begin;
 }
 
-void Planner::cut(const Crew& crew, Candidate& c, int32_t heads, double limit) {
+void Planner::cut(const Crew& crew, Candidate& c, int32_t heads, const Limit& limit) {
   c.cuts = 0;
   c.slots = crew.base_slots;
-  if (!(limit < std::numeric_limits<double>::infinity())) return;
-  const int64_t longest_all = longest_run(limit, std::min(heads, pr->num_kv_heads)),
-                longest_one = longest_run(limit, 1);
+  if (!limit.any()) return;
+  const bool by_cost = limit.cost > 0.0;
+  const int64_t longest_all = by_cost ? 0 : longest_run(limit.keys, std::min(heads, pr->num_kv_heads)),
+                longest_one = by_cost ? 0 : longest_run(limit.keys, 1);
+  const auto most_of = [&](const Tile& t) { return limit.cost / std::min(heads, t.heads()); };
   const auto longest_of = [&](const Tile& t) { return t.heads() == 1 ? longest_one : longest_all; };
   // A tile of one leaf has nowhere to be cut.
   const auto is_long = [&](const Tile& t) {
-    return t.leaf_end - t.leaf_begin > 1 && t.keys() > longest_of(t) + longest_of(t) / 8;
+    if (t.leaf_end - t.leaf_begin <= 1) return false;
+    return by_cost ? t.cost > most_of(t) : t.keys() > longest_of(t) + longest_of(t) / 8;
   };
   if (std::none_of(tiles.data() + crew.begin, tiles.data() + crew.end, is_long)) return;
   const int64_t room = crew.last_slot - crew.first_slot;
@@ -150,7 +210,7 @@ void Planner::cut(const Crew& crew, Candidate& c, int32_t heads, double limit) {
     c.run_begin.push_back(int32_t(c.runs.size()));
     runs.assign(1, t);
     if (is_long(t)) {
-      cut_tile(t, longest_of(t));
+      by_cost ? cut_by_cost(crew, t, most_of(t)) : cut_tile(t, longest_of(t));
       int64_t more = t.leaf_end - t.leaf_begin;
       if (t.first && !pr->pairwise) more -= runs[0].leaf_end - runs[0].leaf_begin - 1;
       more *= t.queries();
@@ -169,7 +229,7 @@ void Planner::cut(const Crew& crew, Candidate& c, int32_t heads, double limit) {
 // 4. Cost and assign.
 
 // Cut, and find what the items would cost: their number, the longest of them, their mean load.
-void Planner::weigh(const Crew& crew, Candidate& c, int32_t heads, double limit) {
+void Planner::weigh(const Crew& crew, Candidate& c, int32_t heads, const Limit& limit) {
   cut(crew, c, heads, limit);
   c.heads = heads;
   size_t n = 0;
@@ -298,7 +358,7 @@ void Planner::assign_to(const Crew& crew, Candidate& c, bool by_request) {
   c.time = 0.0;  // one candidate only: nobody asks
 }
 
-// 5. Fewer and fewer heads per item, then shorter or longer runs; keep the best.
+// 5. Fewer and fewer heads per item, then runs of equal cost, shorter or longer ones; keep the best.
 
 void Planner::best_candidate(Crew& crew) {
   int64_t total = 0, slot = crew.first_slot;
@@ -325,7 +385,7 @@ void Planner::best_candidate(Crew& crew) {
     width = heads / n;
     if (n < most && extent.too_long(costs, crew, found.rulers, width, limit)) continue;
     Candidate& c = *crew.next;
-    weigh(crew, c, width, limit);
+    weigh(crew, c, width, {limit});
     if (n < most && c.longest > kGoodBalance * c.mean) continue;
     list_items(crew, c);
     if (lpt)
@@ -337,13 +397,24 @@ void Planner::best_candidate(Crew& crew) {
     if (int64_t(c.count) >= kManyItems * workers) break;
   }
   if (!lpt) return;
+  if (crew.best->cuts && counts_ends(crew)) {
+    const double cost = even(crew, width, crew.best->time);
+    if (cost > 0.0) {
+      Candidate& c = *crew.next;
+      weigh(crew, c, width, {0.0, cost});
+      list_items(crew, c);
+      assign_lpt(crew, c);
+      keep_if_better(crew, c);
+      if (crew.best->time <= kEvenBalance * crew.best->mean) return;
+    }
+  }
   size_t count = crew.best->count;
   const size_t first_count = count;
   for (const double finer : {2.0, 4.0, 8.0}) {
     const bool many = int64_t(count) >= 4 * kManyItems * workers;
     if (crew.best->time <= kBadBalance * crew.best->mean || many) break;
     Candidate& c = *crew.next;
-    weigh(crew, c, width, limit / finer);
+    weigh(crew, c, width, {limit / finer});
     if (c.count <= count) continue;
     count = c.count;
     list_items(crew, c);
@@ -357,7 +428,7 @@ void Planner::best_candidate(Crew& crew) {
   const size_t tries = share ? kLongerRuns.size() : kLongerItems.size();
   for (size_t i = 0; i < tries; ++i) {
     Candidate& c = *crew.next;
-    weigh(crew, c, width, limit * longer[i]);
+    weigh(crew, c, width, {limit * longer[i]});
     if (c.count >= count || costs.least(crew, c) >= costs.score(crew, *crew.best)) continue;
     count = c.count;
     list_items(crew, c);

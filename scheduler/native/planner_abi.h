@@ -3,7 +3,7 @@
 // formats/base.py.
 
 // Raised with every change below, so that Python notices a library built before it.
-enum { ATTNRT_PLANNER_ABI = 8 };
+enum { ATTNRT_PLANNER_ABI = 10 };
 
 // One part of the index.
 typedef struct {
@@ -52,7 +52,8 @@ typedef struct {
   double alpha, beta, beta_rows, fixed;
   double unit, overlap, beside;
   double alone, warp, scattered, busy, again, merge, fold;
-  int64_t section;  // keys times KV heads of a section, 0: none
+  double stored, folded;  // of ends of leaves
+  int64_t section;        // keys times KV heads of a section, 0: none
   int32_t num_workers;
   int32_t share;              // workers of a multiprocessor, 0: they share nothing
   int32_t first_class, rows;  // it takes tiles of classes from here on with more query-head rows than so many

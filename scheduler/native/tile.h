@@ -44,6 +44,12 @@ struct Tile : Run {
   int64_t whole_slots() const { return slot == kDirect ? 0 : (fold ? 1 : leaf_end - leaf_begin) * queries(); }
 };
 
+// Whether two tiles are cut alike.
+inline bool like(const Tile& a, const Tile& b) {
+  return a.kv_begin == b.kv_begin && a.kv_end == b.kv_end && a.fold == b.fold && a.klass == b.klass &&
+         a.queries() == b.queries() && a.heads() == b.heads();
+}
+
 // Whether a tile in so many runs finishes its rows by itself.
 inline bool is_direct(const attnrt_problem& problem, const Tile& t, size_t num_runs) {
   return t.whole && num_runs == 1 && !(problem.pairwise && t.leaf_end - t.leaf_begin > 1);

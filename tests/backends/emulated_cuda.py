@@ -40,6 +40,7 @@ def emulated_text(spec: Any) -> str:
     text = text.replace(own, "")
     for found, instead in ASSEMBLY.items():
         text = text.replace(found, instead)
+    text = text.replace("__shared__ __align__(128) char ring[Rows::kRingBytes];", "char* ring = emu::shared;")
     for name, size in (("ring", 1024), ("smem", 128)):
         text = text.replace(
             f"extern __shared__ __align__({size}) char {name}[];", f"char* {name} = emu::shared;"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from emulated_cuda import ASSEMBLY, EmulatedCuda, EmulatedKernel, build
 
-from attnrt.backends.cuda import boxes, pack, render, select, tables
+from attnrt.backends.cuda import boxes, pack, render, select, structs, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-ffp-contract=off"]
@@ -94,6 +94,8 @@ class HopperKernel(EmulatedKernel):
             return super().launch_many(call)
         box = boxes.encoded(boxes.NO_BOXES, self.backend.boxes, call, self.spec)
         memory, at = self._with_maps(call, box)
+        if self.backend.behind:
+            ctypes.c_int.from_address(at.value + structs.run_offsets()["first"]).value = 0
         assert self.wide().emulate_wide(at, self.backend.seed), (
             "the threads of a CTA wait for each other in vain"
         )
@@ -131,13 +133,15 @@ class HopperKernel(EmulatedKernel):
 
 
 class EmulatedHopper(EmulatedCuda):
-    """The backend; ``boxes`` False: K and V come key by key."""
+    """The backend; ``boxes`` False: K and V come key by key; ``behind``: the wide kernel is not the first of a run."""
 
     name = "emulated hopper"
 
-    def __init__(self, multiprocessors: int = 2, boxes: bool = True, seed: int = 1) -> None:
+    def __init__(
+        self, multiprocessors: int = 2, boxes: bool = True, seed: int = 1, behind: bool = False
+    ) -> None:
         super().__init__(multiprocessors=multiprocessors)
-        self.boxes, self.seed, self.seen = boxes, seed, []
+        self.boxes, self.seed, self.seen, self.behind = boxes, seed, [], behind
 
     def traits(self, spec: Any, features: Any, device: Any, deterministic: str = "batch") -> Any:
         return replace(tables.traits_for(spec, self.multiprocessors, deterministic, hopper=True), launch=0.0)

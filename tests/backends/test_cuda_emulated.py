@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import attnrt as at
 from attnrt import testing
-from attnrt.backends.cuda.select import decode_queries, has_items, limits_decode
-from attnrt.backends.cuda.tables import WIDE
+from attnrt.backends.cuda.select import decode_queries, has_items, limits_decode, limits_wide, within
+from attnrt.backends.cuda.tables import WIDE, traits_for
+from attnrt.scheduler.base import Ruler
 
 sys.path.insert(0, str(Path(__file__).parent))
 from emulated_cuda import EmulatedCuda
@@ -141,6 +143,26 @@ def test_workers(decode):
     testing.same(few, many, "1 and 40 multiprocessors")
 
 
+class ShortLeaves(EmulatedCuda):
+    """Of one tile each."""
+
+    def traits(self, *args):
+        found = super().traits(*args)
+        decode = replace(found.classes[0], ruler=Ruler(tail=found.classes[0].kv_tile))
+        return replace(found, classes=(decode, *found.classes[1:]))
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_merges_of_many_states(head_dim, early):
+    """More states than the merge kernel has lanes, or places on their way: as one worker folds them."""
+    s = spec(head_dim=head_dim, num_qo_heads=2, num_kv_heads=1, out_dtype="float32")
+    case = testing.make_case(s, [1] * 6, [64 * 100, 64 * 65 - 3, 64 * 33, 64 * 17, 64 * 3, 5], seed=3)
+    batch = testing.lay_out(case)
+    few, many = (testing.run_batch(case, batch, ShortLeaves(False, early, n), device="cpu") for n in (1, 400))
+    testing.same(few, many, "1 and 400 multiprocessors")
+
+
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize(
     "oracle", ["poison", "placement", "layout_invariance", "batch_invariance", "sentinel"]
@@ -165,3 +187,27 @@ def test_selection():
     assert not limits_decode(s, at.Limits(8, 17, 100))
     assert not limits_decode(s, at.Limits(8, 16, 100, max_parts=2))
     assert not limits_decode(spec(head_dim=96), at.Limits(8, 8, 100))
+
+
+def test_limits_of_drafts_alone():
+    """Requests of more queries than a tile of the decode kernel has, and no more than one of the wide kernel: all rows are the
+    wide kernel's, whatever block rows they come in, and nobody launches the other."""
+    s = spec(num_qo_heads=8, num_kv_heads=2)
+    drafts = at.Limits(8, 128, 100, min_qo_len=3, max_qo_len=16)
+    assert limits_wide(s, drafts)
+    for change in (
+        {"min_qo_len": 2},
+        {"min_qo_len": None},
+        {"max_qo_len": 17},
+        {"max_qo_len": None},
+        {"max_parts": 2},
+    ):
+        assert not limits_wide(s, replace(drafts, **change))
+    assert not limits_wide(spec(head_dim=96), drafts)
+    hopper = traits_for(s, 132, "batch", hopper=True)
+    for traits, lowest in ((hopper, 1), (traits_for(s, 132, "batch"), 9)):
+        narrow = within(s, traits, drafts)
+        assert [narrow.crew_of(0, rows) for rows in (1, 8, 9, 64)] == [
+            int(n >= lowest) for n in (1, 8, 9, 64)
+        ]
+    assert within(s, hopper, replace(drafts, min_qo_len=1)) is hopper

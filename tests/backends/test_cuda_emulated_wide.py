@@ -100,6 +100,21 @@ def test_boxes(page_size):
     testing.same(*results, "boxes and rows")
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("variant", [(v.causal(),), (v.causal(), v.softcap(20.0)), (v.causal(), v.sigmoid())])
+def test_behind_another_kernel(variant, head_dim, seed):
+    """A round for nothing before the first tile leaves nothing behind."""
+    s = spec(head_dim=head_dim, variant=variant)
+    case = testing.make_case(s, [5, 9, 16], [300, 90, 700], seed=3)
+    batch = testing.lay_out(case, page_size=16)
+    results = [
+        testing.run_batch(case, batch, EmulatedHopper(seed=seed, behind=behind), device="cpu")
+        for behind in (True, False)
+    ]
+    testing.same(*results, "behind a kernel and first")
+
+
 def test_which_maps_a_run_brings():
     """Those of 16 tokens where the wide kernel reads them, whatever the Hopper kernel could have."""
     view = SimpleNamespace(

@@ -38,9 +38,9 @@ def spec(qo_heads=4, kv_heads=2, left=None, right=None, head_dim=64):
     )
 
 
-def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, sizes=(), **more):
+def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, sizes=(), ends=(0.0, 0.0), **more):
     """Three classes with small leaves, so that small batches are cut; ``team``: (first class, section) of a second crew;
-    ``wide``: the rows past which a tile goes to a crew before that."""
+    ``wide``: the rows past which a tile goes to a crew before that, ``ends``: its prices of leaves' ends."""
     rulers = (Ruler(steps=((2, leaf), (2, 2 * leaf)), tail=4 * leaf), Ruler(tail=4 * leaf), Ruler())
     classes = (
         NumericClass(name="decode", max_rows=8, kv_tile=8, q_tile=q_tile, ruler=rulers[0]),
@@ -51,6 +51,7 @@ def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, sizes=(), **more
     teams = []
     if wide is not None:
         own = {"num_workers": 1 + workers // 3, "beta": 1.25, "fixed": 5.0, "again": 30.0}
+        own |= {"stored": ends[0], "folded": ends[1]}
         teams.append(Team(name="wide", first_class=0, rows=wide, **own))
     if team is not None:
         first, section, *overlap = team
@@ -180,6 +181,7 @@ class Case:
     team: tuple | None
     wide: int | None
     sizes: tuple
+    ends: tuple[float, float]
     sharing: Sharing | None
 
     @property
@@ -198,6 +200,7 @@ class Case:
                 team=self.team,
                 wide=self.wide,
                 sizes=self.sizes,
+                ends=self.ends,
                 sharing=self.sharing,
             ),
             **{**values, **more},
@@ -233,6 +236,7 @@ def cases(draw, heads=(1, 2), share=(False, True)):
         team=draw(st.sampled_from([None, (1, 0), (1, 300), (2, 64), (2, 1), (1, 0, 0.5), (1, 64, 0.25)])),
         wide=draw(st.sampled_from([None, 0, 2, 5])),
         sizes=draw(st.sampled_from([(), (), ((8, 60), (16, 90), (32, 120)), ((12, 100), (32, 101))])),
+        ends=draw(st.sampled_from([(0.0, 0.0), (40.0, 20.0), (0.0, 7.3), (30.1, 0.0)])),
         sharing=draw(st.sampled_from(SHARINGS)),
     )
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from plan_cases import cases
 
+from attnrt.backends.cuda.tables import traits_for
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler import plan as plan_module
 from attnrt.scheduler import plan_native
@@ -19,6 +20,8 @@ from attnrt.scheduler.base import Traits
 from attnrt.scheduler.plan import make_plan
 from attnrt.scheduler.plan_python import plan_python
 from attnrt.scheduler.problem import Problem
+from attnrt.scheduler.verify import verify_plan
+from attnrt.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(plan_native.lib is None, reason="the planner's module is not built")
 
@@ -98,6 +101,25 @@ def test_same_plans_at_full_size(both, workers):
             for left in (None, 1000):
                 make_plan(plan_cases.spec(32, 8, left=left, right=0), index, Traits.of("h200", workers))
     assert len(both) == 12
+
+
+@pytest.mark.parametrize("kv_heads", [8, 32])
+def test_same_plans_of_shared_prefixes_and_drafts(both, kv_heads):
+    """With the traits of an H200, whose team has prices of leaves' ends."""
+    rng = np.random.default_rng(kv_heads)
+    spec = AttentionSpec(num_qo_heads=32, num_kv_heads=kv_heads, head_dim=128, q_dtype="bfloat16")
+    traits = traits_for(spec, 132, "batch", hopper=True)
+    for rows in (16, 24, 64, 70):
+        for prefix in (256, 1000, 3000, 5000, 8192, 20011, 32768, 70000):
+            flat = plan_cases.paged([1] * rows, prefix + rng.integers(1, 700, rows), 16)
+            index = plan_cases.cut_levels(flat, [[list(range(rows))]], [[prefix]])
+            plan = make_plan(plan_cases.spec(32, kv_heads, head_dim=128), index, traits)
+            if rows == 16 and prefix < 10_000:
+                verify_plan(plan)
+    for count, queries, keys in ((64, 8, 4096), (16, 4, 1024), (5, 16, 9000), (40, 3, 700)):
+        index = plan_cases.paged([queries] * count, rng.integers(keys // 2, keys + 1, count), 16)
+        make_plan(plan_cases.spec(32, kv_heads, right=0, head_dim=128), index, traits)
+    assert len(both) == 36
 
 
 def test_costs_that_are_no_dyadic_numbers(both):

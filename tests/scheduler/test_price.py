@@ -98,6 +98,24 @@ def test_wide_items_are_one_for_each_worker(rows, prefix):
     assert wide.max() == 1
 
 
+@pytest.mark.parametrize("prefix", [5000, 20011])
+def test_ends_of_leaves_count(prefix):
+    """Where they have a price, items get equal costs and not equal numbers of keys: the longest takes less time."""
+    s, index = spec(32), shared(64, prefix)[1]
+    priced = traits_of(s)
+    free = replace(priced, teams=tuple(replace(team, stored=0.0, folded=0.0) for team in priced.teams))
+    longest = []
+    for traits in (priced, free):
+        work = at.make_plan(s, index, traits).work
+        first, end = traits.workers_of(tables.WIDE)
+        own = slice(work.worker_indptr[first], work.worker_indptr[end])
+        leaves = work["leaf_end"][own] - work["leaf_begin"][own]
+        price = np.where(work["fold"][own] == 1, tables.LEAF_FOLDED, tables.LEAF_STORED)
+        longest.append((work["kv_end"][own] - work["kv_begin"][own] + leaves * price).max())
+        assert len(leaves) <= end - first
+    assert longest[0] < 0.95 * longest[1]
+
+
 def test_what_decides():
     """Many rows over a long prefix share it; a short one is left to its requests, unless a launch costs nothing."""
     s = spec(8)

@@ -202,6 +202,11 @@ __device__ __forceinline__ void begin_run(const RunParams& p) {
   if (p.first) wait_for_predecessors();
   release_dependents();
 }
+// For a kernel that waits for all of its run, but reads the plan before: the first one of a run has not been waited
+// for.
+__device__ __forceinline__ void wait_if_first(const RunParams& p) {
+  if (p.first) wait_for_predecessors();
+}
 __device__ __forceinline__ void end_run(const RunParams& p) {
 #if __CUDA_ARCH__ >= 900
   if (!p.first && blockIdx.x == gridDim.x - 1) wait_for_predecessors();

@@ -75,6 +75,9 @@ class Wide {
     unsigned w[kS / 2] = {};
     int leaf = 0;
     int before = 0;  // flags of the tile before: whether one is left to be multiplied with V, and what it ends
+    // Behind another kernel this one's text has to come from memory while its first keys do: one round for nothing,
+    // which neither waits for a barrier nor arrives on one, and multiplies what happens to lie there.
+    if (!p_.first && plain_) before = kRehearsal;
 #pragma unroll 1
     for (;;) {
       float shrink[2] = {1.0f, 1.0f}, least[2];
@@ -82,8 +85,8 @@ class Wide {
       bool all = true;
       const bool more = !(before & kWideEndsPass), fresh = !before;
       if (more) {
-        ptx::mbar_wait(full_, parity_);
-        flags = static_cast<int>(ptx::ld_shared(span_));
+        if (!(before & kRehearsal)) ptx::mbar_wait(full_, parity_);
+        flags = before & kRehearsal ? kWideWhole : static_cast<int>(ptx::ld_shared(span_));
         if (flags & kWideOver) break;
         if (flags & kWideCopied) ptx::fence_proxy_async();
         if (fresh) load_q(q);
@@ -94,13 +97,13 @@ class Wide {
       // nobody looks: a branch would serialise them (C7515).
       multiply_scores(s, q);
       if (more && !(flags & plain_)) all = whole();
-      if (!fresh) wait_values();
+      if (before & kWaits) wait_values();
       if (before & kWideCopied) ptx::fence_proxy_async();
       multiply_values(o, w, before & kAdds);
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(s);
       if (more) {
-        release(full_);
+        if (!(before & kRehearsal)) release(full_);
         if (!(flags & plain_)) logits(s, all);
         raise(s, m, shrink, least);
         exponentials<0>(s, l, shrink, least);
@@ -111,7 +114,7 @@ class Wide {
       ptx::wgmma_pin(factor);  // registers of their own: among the exponentials `shrink` is in use
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(o);
-      if (!fresh) release(full_values());
+      if (before & kWaits) release(full_values());
       if (more) {
         if constexpr (Variant::use_softmax) {
 #pragma unroll
@@ -131,6 +134,13 @@ class Wide {
           continue;
         }
       }
+      if (before & kRehearsal) {
+        before = 0;
+        m[0] = m[1] = neg_inf();
+#pragma unroll
+        for (int i = 0; i < 2 * kSixteens; ++i) l[i / kSixteens][i % kSixteens] = 0.0f;
+        continue;
+      }
       if (flags & kWideEndsLeaf) sum_leaf(m, l);
       const int adds = fresh || ended ? 0 : kAdds;
       before = (flags & (kWideEndsLeaf | kWideEndsPass | kWideCopied)) | kWaits | adds;
@@ -142,7 +152,7 @@ class Wide {
 
  private:
   // Of a tile, beside what the loaders say: it waits for its product with V; that is added to what O holds.
-  static constexpr int kWaits = 32, kAdds = 64;
+  static constexpr int kWaits = 32, kAdds = 64, kRehearsal = 128;
   // Stages go in pairs, the K and the V of a tile.
   static constexpr unsigned kPairs = L::kStages / 2;
   static_assert(!(kPairs & (kPairs - 1)), "a power of two");
