@@ -18,7 +18,8 @@ from attnrt.backends.cuda import structs
 from attnrt.backends.cuda.boxes import MAPS_BYTES
 from attnrt.backends.cuda.tables import WIDE_CTAS, TileConfig, hopper_config, takes_wide, tile_config
 from attnrt.variants import include_dir
-from attnrt.variants.expr import FLOAT, const, make
+from attnrt.variants.expr import FLOAT, INT, const, make
+from attnrt.variants.print_cpp import needs_keys
 from attnrt.variants.rotary import turns_by_position
 
 if TYPE_CHECKING:
@@ -282,15 +283,23 @@ def maps_offset(num_params: int) -> int:
     return -(-(structs.LAUNCH_RUN.itemsize + PARAM_BYTES * max(1, num_params)) // 64) * 64
 
 
-def _told(composed: Composed) -> Composed:
-    """What those that bring keys read of a variant: of hooks on scores and of masks that are no interval only that there is one.
-    The text is the same for all variants that differ in those alone."""
-    return dataclasses.replace(
+def _told(composed: Composed, name: str) -> Composed:
+    """What those that bring keys read of a variant: of hooks on scores whether there are any and (in the Hopper kernel) whether
+    they ask for tables of keys, of masks that are no interval only that there is one. The text is the same for all variants that
+    differ in the rest alone."""
+    logits = None if composed.logits is None else make("input", FLOAT, (), "score")
+    if logits is not None and name in HOPPER and needs_keys(composed):
+        logits += make("ctx", INT, (), "kv_pos")
+    told = dataclasses.replace(
         composed,
-        logits=None if composed.logits is None else make("input", FLOAT, (), "score"),
+        logits=logits,
         mask=None if composed.mask is None else const(True),
         texts=tuple(text for text in composed.texts if text.hook not in ("logits", "mask")),
     )
+    assert name not in HOPPER or needs_keys(told) == needs_keys(composed), (
+        "the roles' shared memory would differ"
+    )
+    return told
 
 
 def _finishing(composed: Composed) -> Composed:
@@ -317,7 +326,9 @@ def render_roles(spec: AttentionSpec, name: str) -> tuple[str, ...]:
     ):  # fp8 by roles takes 2 to 3 % longer (performance.md, Compilation)
         maps = (spec.composed.query, spec.composed.key_map, spec.composed.value)
         count = 2 if maps == (None,) * 3 else 3
-    texts = [_text(spec, _told(spec.composed) if role == 0 else spec.composed, name) for role in range(count)]
+    texts = [
+        _text(spec, _told(spec.composed, name) if role == 0 else spec.composed, name) for role in range(count)
+    ]
     return tuple(f"#define ATTNRT_ROLE {role}\n{text}" for role, text in enumerate(texts))
 
 

@@ -284,6 +284,7 @@ inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned n) { return _
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)(((unsigned long long)a * b) >> 32); }
 inline int __vimin3_s32(int a, int b, int c) { return std::min(a, std::min(b, c)); }
 inline int __vimax3_s32(int a, int b, int c) { return std::max(a, std::max(b, c)); }
+inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return std::max(a, std::max(b, c)); }
 inline int __float_as_int(float x) {
   int r;
   memcpy(&r, &x, 4);
@@ -317,6 +318,7 @@ inline bool elect_one() {
 inline float ex2(float x) { return exp2f(x); }
 inline float lg2(float x) { return log2f(x); }
 inline float rcp(float x) { return 1.0f / x; }
+inline float min_nan(float x, float y) { return x != x || y < x ? x != x ? x : y : x; }
 template <Half16 T>
 inline u32 pack2(float lo, float hi) {
   return emu::to_bf16(lo) | (u32)emu::to_bf16(hi) << 16;

@@ -7,7 +7,7 @@ struct FullVariant {
   static constexpr bool use_softmax = true, has_logits = false, has_mask = false, has_query = false, has_key = false,
                         has_value = false, has_output = false, has_sink = false, mask_is_interval = true,
                         reads_index_mask = false, quick_logits = false, scales_score = false, keeps_units = false,
-                        row_units = false;
+                        row_units = false, is_capped = false, linear_bias = false, is_logistic = false, logits_need_keys = false;
   static constexpr int query_pairing = PAIR_NONE, key_pairing = PAIR_NONE, value_pairing = PAIR_NONE, query_dim = 0,
                        key_dim = 0, value_dim = 0;
   struct Row {
@@ -54,7 +54,7 @@ struct WindowVariant : CausalVariant {
   }
 };
 struct AlibiVariant : CausalVariant {
-  static constexpr bool has_logits = true, quick_logits = true;
+  static constexpr bool has_logits = true, quick_logits = true, logits_need_keys = true;
   template <class P>
   ATTNRT_HD static float logits(const P& p, const Row&, const Ctx& c, float s) {
     return mul_add(1.0f / 512.0f, distance(c.kv_pos, c.qo_pos, p), s);

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -213,6 +214,7 @@ def test_small_pages_come_key_by_key():
 
 VARIANTS = {
     "causal": v.causal(),
+    "alibi": (v.causal(), v.alibi()),
     "softcap": (v.causal(), v.softcap(5.0)),
     "window": (v.causal(), v.sliding_window(37)),
     "sigmoid": (v.causal(), v.sigmoid()),
@@ -230,6 +232,34 @@ def test_a_bias_in_units_of_the_scores(scale):
     """Positions that run on and are far from 0, ends of tiles and whole ones; scores whose order a negative scale turns round."""
     s = spec(variant=(v.causal(), v.alibi()), sm_scale=scale)
     right(s, ([70, 130], [450, 140]), page_size=16)
+
+
+@v.logits
+def falling(score, ctx, slope=0.3):
+    """The same bias as others would write it."""
+    return score - slope * (ctx.qo_pos - ctx.kv_pos)
+
+
+@pytest.mark.parametrize(("hook", "masked"), [("alibi", False), ("alibi", True), ("falling", False)])
+def test_a_linear_bias_however_keys_come(masked, hook):
+    """Boxes and keys, whole tiles and masked ones: the same bits."""
+    bias = v.alibi() if hook == "alibi" else falling
+    s = spec(head_dim=128, variant=(v.custom_mask() if masked else v.causal(), bias))
+    rng = np.random.default_rng(4)
+    case = testing.make_case(s, [70, 33], [560, 300], seed=5)
+    masks = [rng.random(x) < 0.8 for x in ((70, 560), (33, 300))]
+    for rows in masks:
+        rows[:, :200] = True
+    results = []
+    for page_size, boxes in ((16, True), (16, False), (64, True)):
+        batch = testing.lay_out(case, page_size=page_size)
+        index = at.formats.tree(batch.index, mask=masks) if masked else batch.index
+        attn = at.Attention(s, backend=EmulatedHopper(boxes=boxes), device="cpu")
+        plan = attn.plan(index)
+        out, lse = attn.run(batch.q, batch.kv, return_lse=True)
+        testing.check(plan, batch.q, batch.kv, out, lse)
+        results.append(testing.Result(out=out, lse=lse))
+        testing.same(results[0], results[-1], f"pages of {page_size}, boxes {boxes}")
 
 
 def test_rotation_of_rows_that_begin_anywhere():
@@ -297,10 +327,54 @@ def test_trees_over_a_shared_context(workers):
     testing.check(plan, q, kv, out, lse)
 
 
-@pytest.mark.parametrize("oracle", ["poison", "batch_invariance", "layout_invariance"])
-def test_bitwise(oracle):
-    case = testing.make_case(spec(), [40, 1, 0, 33], [150, 60, 9, 20])
+@pytest.mark.parametrize(
+    ("oracle", "name"),
+    [(x, "causal") for x in ("poison", "batch_invariance", "layout_invariance")]
+    + [(x, name) for x in ("poison", "batch_invariance") for name in ("sigmoid", "alibi", "softcap")],
+)
+def test_bitwise(oracle, name):
+    case = testing.make_case(spec(variant=VARIANTS[name]), [40, 1, 0, 33], [150, 60, 9, 20])
     getattr(testing, oracle)(case, EmulatedHopper())
+
+
+@pytest.mark.parametrize("name", ["alibi", "softcap", "sigmoid"])
+def test_holes_of_others(name):
+    """A request's bits are the same whether its batch has keys that are not there, and with them tables of positions, or none."""
+    s, rng, results = spec(head_dim=128, variant=VARIANTS[name]), np.random.default_rng(3), []
+    bf16 = as_dtype("bfloat16").numpy
+    q = rng.standard_normal((110, 4, 128)).astype(np.float32).astype(bf16)
+    kv = tuple(rng.standard_normal((50, 16, 2, 128)).astype(np.float32).astype(bf16) for _ in "kv")
+    pages = rng.permutation(50)[:45].astype(np.int32)
+    for hole in (False, True):
+        ids = pages.copy()
+        ids[2] = at.formats.HOLE if hole else ids[2]
+        index = at.formats.paged([0, 40, 110], np.array([0, 10, 45], np.int32), ids, [160, 550], 16)
+        attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
+        plan = attn.plan(index)
+        out = np.asarray(attn.run(q, kv))
+        testing.check(plan, q, kv, out, None)
+        results.append(out[40:].view(np.uint16))
+    assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_caps_of_other_rows(dim):
+    """A row whose scores are near 0 has the same bits beside rows whose scores are not, in tiles that are masked and not."""
+    s = spec(head_dim=dim, variant=(v.causal(), v.softcap(3.0)))
+    case, results = testing.make_case(s, [70, 33], [560, 300], seed=5), []
+    for scale in (1.0, 6.0):
+        q = tuple(x.copy() for x in case.q)
+        for rows in q:
+            rows[...] = rows * np.float32(0.15)
+            rows[::3] = rows[::3] * np.float32(scale * 6)
+        other = replace(case, q=q)
+        batch = testing.lay_out(other, page_size=16)
+        result = testing.run_batch(other, batch, EmulatedHopper(), device="cpu")
+        answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv, **batch.params)
+        testing.compare(s, answer, result.out, result.lse)
+        near = np.concatenate([np.arange(len(x)) % 3 > 0 for x in case.q])
+        results.append(np.asarray(result.out)[near].view(np.uint16))
+    assert np.array_equal(*results)
 
 
 @pytest.mark.parametrize("dim", [64, 256])
@@ -330,7 +404,7 @@ def test_first_passes_come_with_the_header(monkeypatch):
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("name", ["causal", "softcap"])
+@pytest.mark.parametrize("name", ["causal", "softcap", "alibi"])
 def test_holes(name, page_size):
     """Keys that are not there in the middle of a list, alone and by whole tiles."""
     s, rng = spec(variant=VARIANTS[name]), np.random.default_rng()

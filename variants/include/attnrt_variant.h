@@ -15,6 +15,10 @@
 //   constexpr bool V::scales_score       scale(r, sm_scale) lets logits() take q.k itself instead of q.k * sm_scale
 //   constexpr bool V::keeps_units        the same, and what logits() returns is to be multiplied by sm_scale, too
 //   constexpr bool V::row_units          the final logit is unit(r), above 0, times reduced(p, r, c, s)
+//   constexpr bool V::is_capped          row_units, and reduced() is tanh(s * factor(r)), factor(r) above 0
+//   constexpr bool V::linear_bias        keeps_units, and logits() is s + slope(r) * (c.kv_pos - origin(r, c))
+//   constexpr bool V::is_logistic        softmax-free, and after turn(r) logits() is 1 / (1 + 2^power(p, r, c, s))
+//   constexpr bool V::logits_need_keys   logits() may read c.kv_pos or c.kv_slot, and is not linear_bias
 //   float V::logits(p, r, c, s)          final logit (weight, if softmax-free) from s = q.k * sm_scale
 //   bool  V::mask(p, r, c)               whether the key is seen
 //   void  V::visible(r, lo, hi)          inclusive interval of kv_pos outside which mask() is false
@@ -398,16 +402,18 @@ ATTNRT_HD float mul_add(float a, float b, float c) {
 // R(x^2) with the least relative error for |x| < TANH_NEAR (our own fit, 2^-22.7; 2^-22.0 with its roundings): of as
 // few terms as keep a logit right to 1e-5. On the host it is Taylor's.
 constexpr float TANH_NEAR = 0.42f;
+constexpr float TANH_0 = 0.999999881f, TANH_1 = -0.333307266f, TANH_2 = 0.13258405f, TANH_3 = -0.0469568074f;
 ATTNRT_HD float tanh_near(float x) {
   const float u = x * x;
-  float r = mul_add(u, -0.0469568074f, 0.13258405f);
-  r = mul_add(r, u, -0.333307266f);
-  r = mul_add(r, u, 0.999999881f);
+  float r = mul_add(u, TANH_3, TANH_2);
+  r = mul_add(r, u, TANH_1);
+  r = mul_add(r, u, TANH_0);
   return x * r;
 }
+ATTNRT_HD float tanh_far(float a) { return 1.0f - divide_absolute(2.0f, exp_absolute(2.0f * a) + 1.0f); }
 ATTNRT_HD float f_tanh(float x) {
   const float a = f_abs(x);
-  const float far = 1.0f - divide_absolute(2.0f, exp_absolute(2.0f * a) + 1.0f);
+  const float far = tanh_far(a);
 #if defined(__CUDA_ARCH__)
   return select(a < TANH_NEAR, tanh_near(x), select(x < 0.0f, -far, far));
 #else

@@ -34,6 +34,20 @@ struct Full {
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, const Ctx& c, float s) {
     return logits(p, row(p, c), c, s);
   }
+  static constexpr bool is_capped = false;
+  ATTNRT_HD static float factor([[maybe_unused]] const Row& r) { return 1.0f; }
+  static constexpr bool linear_bias = false;
+  static constexpr bool logits_need_keys = false;
+  ATTNRT_HD static float slope([[maybe_unused]] const Row& r) { return 0.0f; }
+  ATTNRT_HD static int origin([[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c) {
+    return 0;
+  }
+  static constexpr bool is_logistic = false;
+  ATTNRT_HD static void turn([[maybe_unused]] Row& r) {
+  }
+  template <class P> ATTNRT_HD static float power([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
+    return 0.0f;
+  }
   template <class P> ATTNRT_HD static bool mask([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c) {
     return true;
   }
@@ -96,6 +110,20 @@ struct Causal {
   }
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, const Ctx& c, float s) {
     return logits(p, row(p, c), c, s);
+  }
+  static constexpr bool is_capped = false;
+  ATTNRT_HD static float factor([[maybe_unused]] const Row& r) { return 1.0f; }
+  static constexpr bool linear_bias = false;
+  static constexpr bool logits_need_keys = false;
+  ATTNRT_HD static float slope([[maybe_unused]] const Row& r) { return 0.0f; }
+  ATTNRT_HD static int origin([[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c) {
+    return 0;
+  }
+  static constexpr bool is_logistic = false;
+  ATTNRT_HD static void turn([[maybe_unused]] Row& r) {
+  }
+  template <class P> ATTNRT_HD static float power([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
+    return 0.0f;
   }
   template <class P> ATTNRT_HD static bool mask([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c) {
     return (c.kv_pos <= r.high);
@@ -171,6 +199,20 @@ struct CausalWindow {
   template <class P> ATTNRT_HD static float logits([[maybe_unused]] const P& p, const Ctx& c, float s) {
     return logits(p, row(p, c), c, s);
   }
+  static constexpr bool is_capped = false;
+  ATTNRT_HD static float factor([[maybe_unused]] const Row& r) { return 1.0f; }
+  static constexpr bool linear_bias = false;
+  static constexpr bool logits_need_keys = false;
+  ATTNRT_HD static float slope([[maybe_unused]] const Row& r) { return 0.0f; }
+  ATTNRT_HD static int origin([[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c) {
+    return 0;
+  }
+  static constexpr bool is_logistic = false;
+  ATTNRT_HD static void turn([[maybe_unused]] Row& r) {
+  }
+  template <class P> ATTNRT_HD static float power([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
+    return 0.0f;
+  }
   template <class P> ATTNRT_HD static bool mask([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c) {
     return (c.kv_pos >= r.low) & (c.kv_pos <= r.high);
   }
@@ -245,6 +287,20 @@ struct CausalSoftcap {
     const float t0 = s * r.v0;
     const float t1 = f_tanh(t0, p);
     return t1;
+  }
+  static constexpr bool is_capped = true;
+  ATTNRT_HD static float factor([[maybe_unused]] const Row& r) { return r.v0; }
+  static constexpr bool linear_bias = false;
+  static constexpr bool logits_need_keys = false;
+  ATTNRT_HD static float slope([[maybe_unused]] const Row& r) { return 0.0f; }
+  ATTNRT_HD static int origin([[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c) {
+    return 0;
+  }
+  static constexpr bool is_logistic = false;
+  ATTNRT_HD static void turn([[maybe_unused]] Row& r) {
+  }
+  template <class P> ATTNRT_HD static float power([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c, [[maybe_unused]] float s) {
+    return 0.0f;
   }
   template <class P> ATTNRT_HD static bool mask([[maybe_unused]] const P& p, [[maybe_unused]] const Row& r, [[maybe_unused]] const Ctx& c) {
     return (c.kv_pos <= r.high);

@@ -59,9 +59,11 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   // A warpgroup's share of a leaf.
   struct Leaf {
     float s[kS], o[kO], m[2], l[2], top[2], shrink[2], sum[2];  // scores of the last tile that was multiplied with Q
+    float bias[2];                                              // HopperSoftmax::hooks
     unsigned w[kS / 2];                                         // weights of the tile before it, or of that one
     Row rows[2];
     int leaf, offset, stop;  // of the item; of the tile whose weights are next; one past the last key
+    bool near;               // HopperSoftmax::raise
     bool ends, add;          // the pass's last leaf; O holds something
     int skips;               // tiles of the leaf behind `stop` that no row of the warpgroup sees: 0 or 1
   };
@@ -153,7 +155,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     look(view, x.rows, tile_, x.offset);
     ptx::wgmma_wait<0>();
     take_scores(x, view, tile_);
-    weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.m[0]);
+    weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.m[0], x.near);
     x.offset += L::kTile;
 #pragma unroll 1
     while (x.offset < x.stop) {
@@ -187,14 +189,14 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   __device__ __forceinline__ void take_scores(Leaf& x, const View& view, int t) {
     ptx::wgmma_pin(x.s);
     if (x.ends && x.offset + L::kTile >= x.stop) release_queries();
-    logits(x.s, x.rows, t, x.offset, view);
+    logits(x.s, x.rows, t, x.offset, view, x.bias);
     release(meta_.k_empty[t % L::kStages]);
-    this->template raise<false>(x.s, x.m, x.top, x.shrink, x.sum);
+    this->template raise<false>(x.s, x.m, x.top, x.shrink, x.sum, x.bias, view, x.near);
   }
 
   // Weights of the tile after this one, and O by their measure.
   __device__ __forceinline__ void next_weights(Leaf& x) {
-    weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.o[0]);
+    weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.o[0], x.near);
     ATTNRT_TRACE(group_, tile_, 6);
     rescale(x.o, x.shrink);
     x.add = true;
@@ -247,10 +249,14 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(x.s);
       ATTNRT_TRACE(group_, tile_, 4);
-      this->template hooks<true>(x.s, x.rows, tile_ + 1, x.offset);
+      this->template hooks<true>(x.s, x.rows, tile_ + 1, x.offset, x.bias);
       if (kMasked && !whole) mask_own(x.s, own);
+      if constexpr (Variant::is_logistic) {
+        this->template logistics<true>(x.s);
+        if (kMasked && !whole) mask_own(x.s, own);
+      }
       release(meta_.k_empty[next]);
-      this->template raise<true>(x.s, x.m, x.top, x.shrink, x.sum);
+      this->template raise<true>(x.s, x.m, x.top, x.shrink, x.sum, x.bias, View{true, {}}, x.near);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(x.o);
       ATTNRT_TRACE(group_, tile_, 5);
@@ -308,7 +314,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
                     ptx::desc_sw128(base_ + L::kOffsetK + t % L::kStages * L::kBytesK, 0, 1024));
   }
   __device__ __forceinline__ void multiply_scores(float (&s)[kS], unsigned long long q, unsigned long long k) const {
-    if constexpr (Variant::quick_logits) ptx::fresh(s);
+    if constexpr (Variant::has_logits) ptx::fresh(s);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < L::kDim / 64; ++i) {

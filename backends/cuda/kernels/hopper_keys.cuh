@@ -80,6 +80,11 @@ class HopperKeys {
     meta_.pos[stage][key] = live ? pos : kDeadKey;
     if constexpr (L::kNeedsSlots) meta_.slot[stage][key] = live ? static_cast<int>(slot) : 0;
     if (tile.shift != kNoShift) return;
+    if constexpr (L::kStarts) {  // whatever of it the item wants: rows' bits hang on it
+      const unsigned exist = __ballot_sync(0xffffffffu, slot >= 0);
+      const int first = exist ? __ffs(exist) - 1 : 0;
+      if (lane_ == first) meta_.start[stage][part] = exist ? pos - first : kDeadKey;
+    }
     const unsigned there = __ballot_sync(0xffffffffu, live);
     KeyRange range;
     range.low = __reduce_min_sync(0xffffffffu, live ? pos : 0x7fffffff);

@@ -76,8 +76,13 @@ struct HopperLayout {
   static constexpr int kDimVo = Config::head_dim_vo;
   static_assert(kDim % 64 == 0 && kDimVo % 64 == 0, "slabs of 64 elements");
   static constexpr int kMaskRows = Variant::reads_index_mask ? kRows : 2;
+  // A bias that is linear in the position asks for tables of keys only where positions do not run on. What lies in
+  // shared memory may depend on logits by has_logits and logits_need_keys alone: those who bring keys know no more.
+  static constexpr bool kLinear = Variant::linear_bias, kStarts = Variant::has_logits;
+  // Scores capped by a tanh: HopperSoftmax::raise_capped, which is not made for masks of bits.
+  static constexpr bool kCapped = Variant::is_capped && !Variant::reads_index_mask;
   static constexpr bool kNeedsSlots =
-      Variant::has_logits || !Variant::mask_is_interval || (Variant::has_key && !kTurns) || Variant::has_value;
+      Variant::logits_need_keys || !Variant::mask_is_interval || (Variant::has_key && !kTurns) || Variant::has_value;
   // The table of keys, whatever the list.
   static constexpr bool kNeedsKeys = kNeedsSlots || Variant::has_key;
 
@@ -178,7 +183,10 @@ template <class L>
 struct HopperMeta {
   int pos[L::kStages][L::kTile];  // positions of the keys; kDeadKey: no key
   int slot[L::kStages][L::kNeedsSlots ? L::kTile : 4];
-  KeyRange range[L::kStages][4];   // by 32 keys
+  KeyRange range[L::kStages][4];  // by 32 keys
+  // For hooks on scores, where positions do not run on: by 32 keys the position of the first one, counted back from the
+  // first that exists, kDeadKey if none does.
+  alignas(16) int start[L::kStages][L::kStarts ? 4 : 1];
   int4 row[L::kTables][L::kRows];  // row of q and out (-1: none), position, lowest and highest visible key position
   int2 row_request[L::kTables][L::kRows];               // request; its true length where the host only knew a bound
   int2 seen[L::kTables][L::kWorkedOut ? L::kRows : 2];  // offsets that the row sees where positions run on: [x, y)

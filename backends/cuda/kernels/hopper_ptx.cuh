@@ -78,6 +78,12 @@ ATTNRT_DEV void computed(float x, u32 addr) {
                : "memory");
 }
 
+// The smaller of two numbers, NaN if one is.
+ATTNRT_DEV float min_nan(float x, float y) {
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(y));
+  return x;
+}
+
 // -inf, which only the machine knows: what takes it in can not be done before x is there.
 ATTNRT_DEV float after(float x) {
   asm("min.f32 %0, %1, 0fFF800000;" : "=f"(x) : "f"(x));

@@ -21,7 +21,7 @@ class HopperRows {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
     // A negative scale turns the order of scores round: scores are negated instead. Zero becomes a number too small to
     // matter.
-    const bool natural = (Variant::has_logits && !Variant::keeps_units) || !Variant::use_softmax;
+    const bool natural = (Variant::has_logits && !Variant::keeps_units && !L::kCapped) || !Variant::use_softmax;
     const float scale = natural ? 1.0f : p.sm_scale;
     negate_ = scale < 0.0f;
     scale_ = fmaxf(fabsf(scale), kLeastScale) * kLog2e;
@@ -62,11 +62,17 @@ class HopperRows {
       const int r = row_of(half);
       row.ctx = context(pass_, r);
       row.hook = Variant::row(params_, row.ctx);
+      if constexpr (L::kCapped) {
+        factor_[half] = fmaxf(Variant::factor(row.hook) * fabsf(p_.sm_scale), kLeastScale);
+        unit_[half] = fmaxf(Variant::unit(row.hook) * factor_[half] * kLog2e, kLeastScale);
+      } else if constexpr (Variant::row_units) {
+        unit_[half] = Variant::unit(row.hook) * kLog2e;
+      }
       if constexpr (Variant::scales_score) Variant::scale(row.hook, p_.sm_scale);
       if constexpr (Variant::keeps_units) {
         Variant::scale(row.hook, copysignf(fmaxf(fabsf(p_.sm_scale), kLeastScale), p_.sm_scale));
       }
-      if constexpr (Variant::row_units) unit_[half] = Variant::unit(row.hook) * kLog2e;
+      if constexpr (Variant::is_logistic) Variant::turn(row.hook);
       const int2 seen = seen_by(r);
       row.first = seen.x;
       row.last = seen.y;
@@ -89,6 +95,21 @@ class HopperRows {
       whole_begin_ = 0x7fffffff;
       whole_end_ = 0;
     }
+  }
+
+  // Of a row whose logits are cap * tanh(factor * score): capped scores are tanh(factor * score) / factor, near 0 the
+  // polynomial of tanh_near in the score itself, with these multiples of the powers of its square. Factors so large
+  // that their powers are no numbers: then the cap is too small for its shape to matter.
+  struct Cap {
+    float factor, u0, u1, u2, u3;
+  };
+  __device__ __forceinline__ static Cap cap_of(float factor) {
+    const float square = factor * factor, known = factor < 1e5f ? square : 0.0f;
+    return {factor, TANH_0, TANH_1 * known, TANH_2 * known * square, TANH_3 * known * square * square};
+  }
+
+  __device__ __forceinline__ static Cap scaled_by(const Cap& x, float by) {
+    return {x.factor, x.u0 * by, x.u1 * by, x.u2 * by, x.u3 * by};
   }
 
   // HopperMeta::seen and out_at of row r, and where else it goes.
@@ -133,6 +154,7 @@ class HopperRows {
   bool negate_, runs_;           // runs_: positions run on with offsets
   bool idle_ = false;            // the warpgroup has no row
   float scale_, unit_[Variant::row_units ? 2 : 1];
+  float factor_[L::kCapped ? 2 : 1];
 };
 
 }  // namespace attnrt

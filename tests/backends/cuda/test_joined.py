@@ -132,13 +132,26 @@ def bent(by):
 
 
 def test_who_brings_keys_has_one_text_for_many_variants():
-    """Logits are a matter of those that compute; whether there are any, bounds, and hooks on q are not."""
+    """Logits are a matter of those that compute; whether there are any, whether they ask where keys are, bounds, and hooks
+    on q are not."""
     first = {name: render_roles(spec(bent(0.5)), name)[0] for name in (DECODE, *HOPPER)}
     assert len(set(first.values())) == len(first)
     for other in (spec(bent(0.25)), spec(variants.cpp("own", logits="s * s"))):
         for name, text in first.items():
             assert render_roles(other, name)[0] == text
             assert render_roles(other, name)[1] != render_roles(spec(bent(0.5)), name)[1]
+    for other in (spec(variants.alibi()), spec(variants.sigmoid()), spec(variants.softcap(9.0))):
+        for name, text in first.items():  # but for the parameters
+            told = render_roles(other, name)[0]
+            flags = [
+                re.findall(rf"{flag} = (true|false)", x)
+                for x in (told, text)
+                for flag in ("has_logits", "logits_need_keys")
+            ]
+            assert flags[:2] == flags[2:]
+    reads = spec(variants.cpp("own", logits="s + ctx.kv_pos"))
+    assert render_roles(reads, DECODE)[0] == first[DECODE]
+    assert render_roles(reads, HOPPER[0])[0] != first[HOPPER[0]]  # tables of keys
     for other in (spec(), spec(bent(0.5), variants.rope(128)), spec(bent(0.5), variants.sliding_window(9))):
         assert render_roles(other, DECODE)[0] != first[DECODE]
 
