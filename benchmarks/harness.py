@@ -328,7 +328,13 @@ def setting() -> dict[str, str]:
         check=False,
         cwd=Path(__file__).parent,
     ).stdout.strip()
-    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "-i",
+        "0",
+        "--query-gpu=driver_version,clocks.sm,clocks.mem",
+        "--format=csv,noheader",
+    ]
     clocks = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "commit": commit.read_text().strip() if commit.exists() else asked,

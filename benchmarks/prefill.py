@@ -20,6 +20,8 @@ from targets import accuracy, against, groups_of, ratio, ratio_mean, tflops
 
 TOKENS = 16384
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+#: Name of the provider that brings K and V side by side first.
+GATHERED = "attnrt (gathered)"
 VARIANTS = ("softcap", "window", "alibi", "rope", "sigmoid", "traced", "twin")
 #: Name, requests, queries and keys of each.
 PAGED = (
@@ -190,7 +192,21 @@ def targets(groups: dict[str, list[str]]) -> list[Target]:
     found += [tflops("blocks 128 20% S16384", 520), tflops("blocks 64 20% S16384", 360)]
     found += [against("blocks 128 20% S16384", "blocks 128 40% S16384", 0.95, "tflops")]
     found += [against(f"{name} page16 fp8", f"{name} page16", 0.90, "us") for name, *_ in PAGED[1:]]
-    return [*found, accuracy(groups.get("all", []), "fa3")]
+    return [*found, *_gathered(), accuracy(groups.get("all", []), "fa3")]
+
+
+def _gathered() -> list[Target]:
+    """The same targets for K and V that are brought side by side first."""
+    found, ways = [], (GATHERED, "attnrt")
+    for name, *_ in PAGED:
+        least = 1.15 if "over" in name else 1.1
+        found += [against(f"{name} page1", f"{name} contiguous", 0.90, "tflops", ways)]
+        found += [ratio(f"{name} page1", least, "flashinfer", ways[0])]
+    found += [against(f"{name} page16 fp8", f"{name} page16", 0.90, "us", ways) for name, *_ in PAGED[1:]]
+    for length in (2048, 8192, 16384):
+        found += [against(f"rope S{length}", f"causal 16/16 S{length}", 0.80, "tflops", ways)]
+        found += [ratio(f"rope S{length}", 2.0, "flashinfer", ways[0])]
+    return found
 
 
 def providers() -> list[Provider]:

@@ -39,10 +39,19 @@ def tflops(case: str, least: float) -> Target:
     return Target(name=f"{case}: TFLOP/s", value=lambda found: found.tflops(case), least=least)
 
 
-def ratio(case: str, least: float, peers: str = "") -> Target:
+def ratio(case: str, least: float, peers: str = "", provider: str = OURS) -> Target:
     """Best peer's time / ours."""
     who = f"best {peers}" if peers else "best peer"
-    return Target(name=f"{case}: {who} / ours", value=lambda found: found.ratio(case, peers), least=least)
+    return Target(
+        name=f"{_named(case, provider)}: {who} / ours",
+        value=lambda found: found.ratio(case, peers, provider),
+        least=least,
+    )
+
+
+def _named(case: str, provider: str) -> str:
+    """A case, and which way to call us, if not the usual one."""
+    return case if provider == OURS else f"{case}, {provider.removeprefix(OURS).strip(' ()')}"
 
 
 def ratio_mean(name: str, cases: Sequence[str], least: float, peers: str = "") -> Target:
@@ -82,7 +91,8 @@ def against(
 
     what = {"tb_s": "bytes per second", "tflops": "FLOP per second", "us": "speed"}[of]
     right = other if other != case else providers[1]
-    return Target(name=f"{case} against {right}: {what}", value=value, least=least)
+    left = case if other == case else _named(case, providers[0])
+    return Target(name=f"{left} against {right}: {what}", value=value, least=least)
 
 
 def mode_cost(cases: Sequence[str], mean: float = 1.02, worst: float = 1.06) -> list[Target]:

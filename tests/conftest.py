@@ -8,6 +8,23 @@ import pytest
 import attnrt as at
 
 
+#: Files whose GPU tests compile most kernels, up to a minute and a half each.
+LONGEST = (
+    *("test_cuda_hopper_gpu.py", "test_one_request.py", "test_frameworks.py", "test_torch.py"),
+    *("test_cuda_gpu.py", "test_cuda_decode_gpu.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests that compile many kernels come first, so that no worker begins one when the others are done."""
+
+    def rank(item: pytest.Item) -> int:
+        long = item.get_closest_marker("gpu") is not None and item.path.name in LONGEST
+        return LONGEST.index(item.path.name) if long else len(LONGEST)
+
+    items.sort(key=rank)
+
+
 def runnable(kind: str) -> list[str]:
     """Names of the backends without a reason against a plain layer on a kind of device."""
     return [name for name, why in at.backends.status(device=kind).items() if not why]

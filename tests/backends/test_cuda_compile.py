@@ -107,7 +107,7 @@ HOPPER_SPECS = {
         {"head_dim": 64, "variant": (v.causal(), v.sliding_window(300), v.sink_logits(-1.0))},
         (390, 428, 474, 504),
     ),
-    "64, softcap": ({"head_dim": 64, "variant": (v.causal(), v.softcap(20.0))}, (12, 4, 12, 4)),
+    "64, softcap": ({"head_dim": 64, "variant": (v.causal(), v.softcap(20.0))}, (16, 4, 16, 4)),
     "192/128": ({"head_dim": 192, "head_dim_vo": 128}, (28, 4, 28, 4)),
     # O takes 128 registers, and the next leaf's first scores are under way while it is written; nothing spills between two
     # whole tiles.
@@ -155,7 +155,7 @@ WIDE_SPECS = {
         16,
     ),
     "alibi": ({"variant": (v.causal(), v.alibi())}, 24),
-    "sigmoid, mask": ({"variant": (v.custom_mask(), v.sigmoid())}, 24),
+    "sigmoid, mask": ({"variant": (v.custom_mask(), v.sigmoid())}, 32),
 }
 
 

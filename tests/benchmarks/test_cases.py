@@ -98,7 +98,7 @@ def test_targets_speak_of_cases_that_exist() -> None:
         rows = [
             report.Row(case=s.name, provider=p, version="", us=10.0, nbytes=1, flops=1, error=1e-3)
             for s in made
-            for p in ("attnrt", "attnrt (run)", "attnrt (flat)", *peers)
+            for p in ("attnrt", "attnrt (run)", "attnrt (flat)", "attnrt (gathered)", *peers)
         ]
         found, wanted = report.Found(rows), held_to[table](targets.groups_of(made))
         silent = [t.name for t in wanted if t.verdict(found)[1] == "not measured"]

@@ -60,6 +60,7 @@ def test_best_peer_is_never_a_way_to_call_us(rows: list[report.Row]) -> None:
         (targets.ratio_mean("g", ["a", "b", "c"], 0.8), math.sqrt(0.75), "met"),
         (targets.ratio_worst("g", ["a", "b", "c"], 0.6), 0.5, "missed"),
         (targets.against("a", "b", 0.95), 0.8, "missed"),
+        (targets.ratio("a", 1.7, "", "attnrt (run)"), 15 / 9, "missed"),
         (targets.against("a", "a", 0.9, "us", ("attnrt", "attnrt (run)")), 0.9, "met"),
         (targets.mode_cost(["a", "b"])[1], 10 / 9, "missed"),
         (targets.accuracy(["a", "b", "c"], "fast"), 2.0, "missed"),
