@@ -7,7 +7,6 @@ import pytest
 
 import attnrt as at
 
-
 #: Files whose GPU tests compile most kernels, up to a minute and a half each.
 LONGEST = (
     *("test_cuda_hopper_gpu.py", "test_one_request.py", "test_frameworks.py", "test_torch.py"),
