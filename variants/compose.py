@@ -106,9 +106,11 @@ class Composed:
     @property
     def reads_key_positions(self) -> bool:
         """Whether a result may depend on where a key stands, its mask bits aside. C++ text is not looked into."""
-        pairs = (self.query, self.key_map, self.value)
-        nodes = [self.logits, *(y for pair in pairs if pair is not None for y in (pair.y0, pair.y1))]
-        return self.has_mask or bool(self.texts) or any(_asks(node, "kv_pos") for node in nodes)
+        pairs = [pair for pair in (self.query, self.key_map, self.value) if pair is not None]
+        roots = (self.logits, *(y for pair in pairs for y in (pair.y0, pair.y1)))
+        nodes = topological(tuple(root for root in roots if root is not None))
+        asks = any(node.op == "ctx" and node.attr == "kv_pos" for node in nodes)
+        return self.has_mask or bool(self.texts) or asks
 
     @property
     def mask_is_interval(self) -> bool:
@@ -361,18 +363,6 @@ def _join_pairs(variants: tuple[Variant, ...], hook: str) -> PairMap | None:
         y1 = None if pair.y1 is None else substitute(pair.y1, replace)
         first = PairMap(dim=first.dim, pairing=first.pairing, y0=substitute(pair.y0, replace), y1=y1)
     return first
-
-
-def _asks(node: Node | None, field: str) -> bool:
-    """Whether an expression reads a field of ``ctx``."""
-    waiting, known = [node] if node is not None else [], set()
-    while waiting:
-        one = waiting.pop()
-        if one.op == "ctx" and one.attr == field:
-            return True
-        known.add(id(one))
-        waiting += [arg for arg in one.args if id(arg) not in known]
-    return False
 
 
 def rename_params(variant: Variant, names: Mapping[str, str]) -> Variant:

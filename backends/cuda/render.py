@@ -19,8 +19,8 @@ from attnrt.backends.cuda.boxes import MAPS_BYTES
 from attnrt.backends.cuda.tables import WIDE_CTAS, TileConfig, hopper_config, takes_wide, tile_config
 from attnrt.variants import include_dir
 from attnrt.variants.expr import FLOAT, INT, const, make
-from attnrt.variants.print_cpp import needs_keys
 from attnrt.variants.rotary import turns_by_position
+from attnrt.variants.score_shapes import needs_keys
 
 if TYPE_CHECKING:
     from attnrt.spec import AttentionSpec

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import attnrt.variants as av
-from attnrt.variants import evaluate, expr, print_cpp
+from attnrt.variants import evaluate, expr, printer
 from attnrt.variants.trace import CTX
 from attnrt.variants.variant import Variant, input_node
 
@@ -329,7 +329,7 @@ def test_casts_saturate(kit):
 
 
 def test_every_operation_has_both_rules():
-    assert set(evaluate.EVALUATE) == set(print_cpp.PRINT)
+    assert set(evaluate.EVALUATE) == set(printer.PRINT)
 
 
 def test_equal_expressions_are_one_node():

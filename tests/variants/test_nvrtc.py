@@ -9,7 +9,7 @@ import pytest
 import attnrt.variants as av
 from attnrt.variants.expr import topological
 from attnrt.variants.functions import sat_add, sat_sub
-from attnrt.variants.print_cpp import PRINT
+from attnrt.variants.printer import PRINT
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 pytestmark = pytest.mark.compile

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import attnrt.variants as av
-from attnrt.variants.print_cpp import needs_keys
+from attnrt.variants.score_shapes import needs_keys
 
 
 def of(hook, **params):
