@@ -240,4 +240,4 @@ def test_one_sha256_for_longer(seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(6))
 def test_one_sha256_on_a_gpu(gpu_backend, seed):
-    check(gpu_backend, seed, 200, [(1, 9000), (5, 1500), (200, 300)], "gpu", "cuda")
+    check(gpu_backend, seed, 100, [(1, 9000), (5, 1500), (200, 300)], "gpu", "cuda")
