@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from attnrt import formats, variants
+from attnrt.backends.status import registry as backends
+from attnrt.scheduler.assign import SCHEDULERS
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(
@@ -30,6 +34,10 @@ def blocks(text):
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
 def test_blocks_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for registry in (formats.registry, variants.registry, SCHEDULERS, backends):
+        monkeypatch.setattr(
+            registry, "_entries", dict(registry._entries)
+        )  # what a text registers is gone behind it
     namespace = {"__name__": "__docs__"}
     for line, flags, code in blocks(path.read_text(encoding="utf-8")):
         # Empty lines in front give tracebacks the line numbers of the document.
