@@ -371,14 +371,14 @@ CUDA_MUTANTS = (
     ),
     Mutant(
         name="a state is read before all lanes have written it (wide)",
-        file=KERNELS + "wide.cuh",
+        file=KERNELS + "wide_results.cuh",
         old="    __syncwarp();\n    float* const acc =",
         new="    float* const acc =",
         test=EMULATED_WIDE + " -k 'cuts or shared_prefix'",
     ),
     Mutant(
         name="states of leaves lie on each other (wide)",
-        file=KERNELS + "wide.cuh",
+        file=KERNELS + "wide_results.cuh",
         old="partial_acc + leaf * static_cast<long long>(pass.leaf_states) * L::kDim",
         new="partial_acc",
         test=EMULATED_WIDE + " -k 'cuts or shared_prefix'",
