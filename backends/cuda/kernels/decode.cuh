@@ -18,7 +18,7 @@
 #include "attnrt_variant.h"
 #include "decode_hint.cuh"
 #include "decode_loader.cuh"
-#include "finish.cuh"
+#include "decode_results.cuh"
 #include "masks.cuh"
 #include "roles.cuh"
 
@@ -38,32 +38,21 @@ __device__ __forceinline__ void widen(unsigned x, unsigned& low, unsigned& high)
 }
 
 template <class Config, class Variant>
-class Decode {
+class Decode : public DecodeResults<Config, Variant> {
   using L = DecodeLayout<Config, Variant>;
-  using M = DecodeMeta<L, Variant>;
-  using Rows = DecodeRows<L, Variant>;
+  using Base = DecodeResults<Config, Variant>;
+  using Base::clear, Base::close_leaf, Base::finish, Base::fold, Base::kCT, Base::kN, Base::plan, Base::row_of;
+  using Base::g_, Base::lane_, Base::meta_, Base::own_, Base::p_, Base::params_, Base::smem_, Base::store_state;
+  using Base::sync, Base::t_, Base::warp_;
+  using typename Base::Rows;
+  using typename Base::State;
   using Merges = DecodeMerges<Config, Variant>;
-  static constexpr int kN = L::kBlocks;
-  static constexpr int kCT = L::kColTiles;
   static constexpr int kSteps = L::kDim / 16;
   static constexpr bool kKeepQ = kN == 1;  // Q's fragments in registers
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
 
  public:
-  using Memory = DecodeMemory<Config, Variant>;
-
-  __device__ __forceinline__ Decode(const RunParams& p, const ParamRef* params, const Memory& memory, int warp)
-      : p_(p),
-        params_(params),
-        smem_(memory.smem),
-        group_(memory.group_of(warp)),
-        own_(memory.own(group_)),
-        meta_(*reinterpret_cast<M*>(own_ + L::kOffsetMeta)) {
-    lane_ = threadIdx.x % 32;
-    warp_ = warp % L::kWarps;
-    g_ = lane_ / 4;
-    t_ = lane_ % 4;
-  }
+  using Base::Base;
 
   // Pass by pass, tile by tile, until the loading warp says that it was the last one.
   __device__ __forceinline__ void run() {
@@ -133,28 +122,6 @@ class Decode {
   }
 
  private:
-  struct State {
-    float m[kN][2], l[kN][2];
-    float acc[kN][kCT][4];
-  };
-
-  // The header's top, there once the first stage is full.
-  __device__ __forceinline__ const PlanHeader& plan() const {
-    return *reinterpret_cast<const PlanHeader*>(smem_ + meta_.top);
-  }
-
-  __device__ __forceinline__ static void clear(State& s) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        s.m[n][c] = neg_inf();
-        s.l[n][c] = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kCT; ++j) s.acc[n][j][c] = s.acc[n][j][c + 2] = 0.0f;
-      }
-  }
-
   // B operand of k-step d: Q of 8 rows. For fp8 the head dims of a step are taken in the order in which K's bytes come.
   __device__ __forceinline__ void query_step(int n, int d, unsigned (&b)[2]) const {
     const char* row = own_ + L::kOffsetQ + (set_ * L::kRows + 8 * n + g_) * L::kPitchQ + d * 32;
@@ -191,9 +158,6 @@ class Decode {
       phase_ ^= 1;
     }
   }
-
-  // Of the warps that compute.
-  __device__ __forceinline__ void sync() const { ptx::bar_sync(1 + group_, L::kThreads); }
 
   // Logits and softmax of the tile: P for all, l and acc under the new maximum.
   __device__ __forceinline__ void keys(const int4& span, float (&s)[kN][4], State& state) const {
@@ -255,7 +219,6 @@ class Decode {
   }
 
   __device__ __forceinline__ int key_of(int half) const { return warp_ * 16 + half * 8 + g_; }
-  __device__ __forceinline__ int row_of(int n, int c) const { return 8 * n + 2 * t_ + c; }
 
   // As in the tile kernel: scale, variant, mask; a base-2 logit (-inf: unseen), or a weight (0: unseen) without a
   // softmax.
@@ -428,126 +391,6 @@ class Decode {
     }
   }
 
-  // Row sums of the leaf: the four pairs of keys of a row, then the warps in order.
-  __device__ __forceinline__ void close_leaf(State& state) {
-    if constexpr (!Variant::use_softmax) return;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      float l[2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        l[c] = state.l[n][c];
-        l[c] += __shfl_xor_sync(0xffffffffu, l[c], 8);
-        l[c] += __shfl_xor_sync(0xffffffffu, l[c], 16);
-      }
-      if (g_ == 0) *reinterpret_cast<float2*>(&meta_.sums[warp_][row_of(n, 0)]) = make_float2(l[0], l[1]);
-    }
-    sync();
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      float2 l = *reinterpret_cast<const float2*>(&meta_.sums[0][row_of(n, 0)]);
-#pragma unroll
-      for (int w = 1; w < L::kWarps; ++w) {
-        const float2 x = *reinterpret_cast<const float2*>(&meta_.sums[w][row_of(n, 0)]);
-        l.x += x.x;
-        l.y += x.y;
-      }
-      state.l[n][0] = l.x;
-      state.l[n][1] = l.y;
-    }
-  }
-
-  __device__ __forceinline__ static void fold(State& total, const State& leaf) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const Fold f = fold_head<Variant::use_softmax>(total.m[n][c], total.l[n][c], leaf.m[n][c], leaf.l[n][c]);
-        total.m[n][c] = f.m;
-        total.l[n][c] = f.l;
-#pragma unroll
-        for (int j = 0; j < kCT; ++j)
-#pragma unroll
-          for (int e = c; e < 4; e += 2) total.acc[n][j][e] = fold_acc(f, total.acc[n][j][e], leaf.acc[n][j][e]);
-      }
-  }
-
-  // Column of acc[n][j][c + 2 * half].
-  __device__ __forceinline__ int col_of(int j, int half) const {
-    return warp_ * L::kWarpCols + j * 16 + (L::kFp8 ? 2 * g_ + half : g_ + 8 * half);
-  }
-
-  // Moves every row one place down: a rolled loop over the rows takes the first each time, so that what ends a row is
-  // compiled once.
-  __device__ __forceinline__ static void shift(State& s) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      s.m[n][0] = s.m[n][1];
-      s.l[n][0] = s.l[n][1];
-      if (n + 1 < kN) {
-        s.m[n][1] = s.m[n + 1][0];
-        s.l[n][1] = s.l[n + 1][0];
-      }
-#pragma unroll
-      for (int j = 0; j < kCT; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-          s.acc[n][j][e] = s.acc[n][j][e + 1];
-          if (n + 1 < kN) s.acc[n][j][e + 1] = s.acc[n + 1][j][e];
-        }
-    }
-  }
-
-  // Both of these use the state up.
-  __device__ __forceinline__ void store_state(const Rows& rows, int leaf, State& s) const {
-#pragma unroll 1
-    for (int i = 0; i < 2 * kN; ++i, shift(s)) {
-      const int r = row_of(i / 2, i % 2);
-      const int query = (rows.first + r) / Config::group;
-      if (query >= rows.queries) continue;
-      const long long at =
-          (static_cast<long long>(rows.slot) + leaf * rows.queries + query) * p_.num_qo_heads + rows.qo_head[r];
-      if (warp_ == 0 && g_ == 0) reinterpret_cast<float2*>(plan().partial_ml)[at] = make_float2(s.m[0][0], s.l[0][0]);
-      float* to = plan().partial_acc + at * L::kDim;
-#pragma unroll
-      for (int j = 0; j < kCT; ++j) {
-        if constexpr (L::kFp8) {
-          *reinterpret_cast<float2*>(to + col_of(j, 0)) = make_float2(s.acc[0][j][0], s.acc[0][j][2]);
-        } else {
-          to[col_of(j, 0)] = s.acc[0][j][0];
-          to[col_of(j, 1)] = s.acc[0][j][2];
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void finish(const Rows& rows, State& s) const {
-    typedef typename Bits<Config::out_type>::type Element;
-#pragma unroll 1
-    for (int i = 0; i < 2 * kN; ++i, shift(s)) {
-      const int r = row_of(i / 2, i % 2);
-      if (rows.qo_row[r] < 0) continue;
-      const Ctx c = row_ctx<Config, Variant>(p_, rows, r, rows.head);
-      const FinishRow row = finish_head<Variant>(params_, c, s.m[0][0], s.l[0][0]);
-      if (warp_ == 0 && g_ == 0) store_lse(p_, c.qo_row, c.qo_head, row.lse);
-      Element* to = reinterpret_cast<Element*>(out_address<Config>(p_, c.qo_row, c.qo_head, 0));
-#pragma unroll
-      for (int j = 0; j < kCT; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int col = col_of(j, half);
-          to[col] = finish_value<Config, Variant>(params_, c, row, col, s.acc[0][j][2 * half]);
-        }
-    }
-  }
-
-  const RunParams& p_;
-  const ParamRef* params_;
-  char* smem_;
-  int group_;
-  char* own_;  // the group's own memory
-  M& meta_;
-  int lane_, warp_, g_, t_;
   unsigned ring_;
   int stage_, phase_, table_, set_;  // at hand
 };
