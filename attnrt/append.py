@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnrt.arguments import param_of
-from attnrt.backends.base import AppendCall, PagedView
+from attnrt.backends.base import AppendCall
 from attnrt.errors import ArgumentError, PlanError, UnsupportedError
-from attnrt.operands import Pool, as_view, check_last, read_pool, split_kv
-from attnrt.tensor import TensorView, view
+from attnrt.operands import split_kv
+from attnrt.rows import as_view_of, kernel_method, read_cache, read_rows, read_slots, rotation
 
 if TYPE_CHECKING:
     from attnrt.runtime import Runtime
     from attnrt.scheduler.base import Plan
+    from attnrt.tensor import TensorView
 
-__all__ = ["append", "as_view_of", "copy_pages", "read_rows", "read_slots", "rotation", "slots_of"]
+__all__ = ["append", "copy_pages", "slots_of"]
 
 #: Names of the run arguments that scale an fp8 cache.
 SCALES = ("k_scale", "v_scale")
@@ -40,7 +41,7 @@ def append(
             "v", "must be None with shared_kv", type(v).__name__, "V is the start of K's rows"
         )
     plan = runtime.tenant.loaded.plan if runtime.tenant.loaded is not None else None
-    pool, k_view = _cache(runtime, k_cache, "k_cache", spec.head_dim)
+    pool, k_view = read_cache(runtime, k_cache, "k_cache", spec.head_dim, writable=True)
     if slots is None and plan is not None and pool.page_size:
         sizes = {part.block_size[1] for part in plan.index.parts} - {1, pool.page_size}
         if sizes:
@@ -49,7 +50,7 @@ def append(
             )
     v_view = None
     if v_cache is not None:
-        v_pool, v_view = _cache(runtime, v_cache, "v_cache", spec.head_dim_vo)
+        v_pool, v_view = read_cache(runtime, v_cache, "v_cache", spec.head_dim_vo, writable=True)
         if v_pool.slots != pool.slots:
             raise ArgumentError("v_cache", f"must have k_cache's {pool.slots} slots", v_pool.slots)
     handle = 0 if runtime.host and stream is None else runtime.ops.stream(stream, rows)
@@ -82,23 +83,14 @@ def append(
         )
 
 
-def _cache(runtime: Runtime, x: Any, label: str, dim: int) -> tuple[Pool, PagedView]:
-    """A cache that may be written; a pool of slots has pages of one."""
-    seen = as_view(x, label, runtime.rules.kv_dtype, runtime.device)
-    if seen.readonly or seen.immutable:
-        raise ArgumentError(label, "must be writable", f"a read-only {seen.framework} array")
-    pool = read_pool(runtime.spec, seen, label, dim)
-    return pool, pool.view(seen.ptr, 1, seen)
-
-
 def copy_pages(runtime: Runtime, kv: Any, source: Any, target: Any, stream: Any) -> None:
     """See Attention.copy_pages; the caller holds the lock."""
     spec = runtime.spec
     k_cache, v_cache = split_kv(spec, kv)
-    pool, k_view = _cache(runtime, k_cache, "k_cache", spec.head_dim)
+    pool, k_view = read_cache(runtime, k_cache, "k_cache", spec.head_dim, writable=True)
     views = [k_view]
     if v_cache is not None:
-        v_pool, v_view = _cache(runtime, v_cache, "v_cache", spec.head_dim_vo)
+        v_pool, v_view = read_cache(runtime, v_cache, "v_cache", spec.head_dim_vo, writable=True)
         if (v_pool.num_pages, v_pool.page_size) != (pool.num_pages, pool.page_size):
             raise ArgumentError("v_cache", f"must have k_cache's {pool.num_pages} pages", v_pool.num_pages)
         views.append(v_view)
@@ -107,21 +99,12 @@ def copy_pages(runtime: Runtime, kv: Any, source: Any, target: Any, stream: Any)
         raise ArgumentError("target", f"must have source's {len(begin)} pages", len(end))
     if len(np.unique(end)) != len(end) or np.isin(end, begin).any():
         raise ArgumentError("target", "must name each page once and none of source's", end.tolist())
-    kernel = runtime.any_kernel()
-    copier = getattr(kernel, "copy_pages", None)
-    if copier is None:
-        why: dict[str, tuple[str, ...]] = {runtime.backend.name: ("cannot copy pages",)}
-        raise UnsupportedError("copy_pages", "needs a backend that copies", reasons=why)
+    copier = kernel_method(runtime, "copy_pages", "cannot copy pages", "needs a backend that copies")
     handle = 0 if runtime.host and stream is None else runtime.ops.stream(stream, as_view_of(kv))
     if not len(begin):
         return
     pages = tuple(runtime.on_device(ids, handle, place) for place, ids in enumerate((begin, end)))
     copier(tuple(views), pages, handle)
-
-
-def as_view_of(kv: Any) -> TensorView:
-    """A view of the first array of kv, for its framework."""
-    return view(kv[0] if isinstance(kv, (tuple, list)) else kv)
 
 
 def _page_ids(ids: Any, label: str, num_pages: int) -> np.ndarray:
@@ -134,18 +117,6 @@ def _page_ids(ids: Any, label: str, num_pages: int) -> np.ndarray:
     if array.size and not (int(array.min()) >= 0 and int(array.max()) < num_pages):
         raise ArgumentError(label, f"must be pages of the pool's {num_pages}", array.tolist())
     return np.ascontiguousarray(array, np.int64)
-
-
-def read_rows(runtime: Runtime, x: Any, label: str, dim: int) -> TensorView:
-    """[rows, num_kv_heads, dim] in q's dtype (what a projection gives) or the cache's own."""
-    spec, rules = runtime.spec, runtime.rules
-    found = view(x)
-    dtype = rules.kv_dtype if found.dtype is rules.kv_dtype else rules.q_dtype
-    found = as_view(x, label, dtype, runtime.device)
-    if len(found.shape) != 3 or found.shape[1:] != (spec.num_kv_heads, dim):
-        raise ArgumentError(label, f"must be [rows, {spec.num_kv_heads}, {dim}]", list(found.shape))
-    check_last(found, label)
-    return found
 
 
 def _where(
@@ -180,44 +151,6 @@ def _where(
             "Give slots=",
         )
     return runtime.on_device(own, handle), None if rope is None else runtime.on_device(positions, handle, 1)
-
-
-def read_slots(runtime: Runtime, slots: Any, rows: int, pool: int, handle: int) -> TensorView:
-    """The caller's slots: host integers are checked against the pool, a device array is read in place."""
-    if runtime.host or isinstance(slots, (list, tuple, np.ndarray)):
-        seen = slots if isinstance(slots, (list, tuple, np.ndarray)) else TensorView(slots).numpy()
-        array = np.asarray(seen)
-        if array.dtype.kind not in "iu" and array.size:
-            raise ArgumentError("slots", "must be integers", str(array.dtype))
-        array = np.ascontiguousarray(array.astype(np.int64))
-        if array.shape != (rows,):
-            raise ArgumentError("slots", f"must be [{rows}]", list(array.shape))
-        if array.max(initial=-1) >= pool:
-            raise ArgumentError("slots", f"must be below the pool's {pool} slots", int(array.max()))
-        return runtime.on_device(array, handle)
-    found = as_view(slots, "slots", view(slots).dtype, runtime.device)
-    if found.shape != (rows,) or str(found.dtype) != "int64":
-        raise ArgumentError(
-            "slots", f"must be int64 [{rows}] on the device", f"{found.dtype} {list(found.shape)}"
-        )
-    return found
-
-
-def rotation(runtime: Runtime, rope: Any) -> Any:
-    """The rotation's key map with its parameters bound: ``.key(ctx, rows)`` in NumPy; kernels read its table."""
-    if rope is None:
-        return None
-    from attnrt.variants import compose
-
-    composed = compose(rope)
-    if composed.key_map is None:
-        raise ArgumentError(
-            "rope", "must be a variant with a key hook, attnrt.variants.rope(...)", repr(composed)
-        )
-    spec = runtime.spec
-    place = getattr(runtime.any_kernel(), "place", None)  # arrays that the rotation reads, on the device
-    bound = composed.bind({}, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads, place=place)
-    return composed.numpy(bound)
 
 
 def _scales(runtime: Runtime, params: dict[str, Any]) -> tuple[Any, Any]:

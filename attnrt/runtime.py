@@ -7,6 +7,7 @@ The path of a run is straight-line code, because it is paid by every layer of ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -326,32 +327,26 @@ class Runtime:
         """See Attention.append."""
         from attnrt.append import append
 
-        if not self.lock.acquire(blocking=False):
-            raise _busy("append")
-        try:
-            append(self, k, v, kv, slots, rope, stream, params)
-        finally:
-            self.lock.release()
+        self._alone(append, k, v, kv, slots, rope, stream, params)
 
     def gather(self, kv: Any, slots: Any, k: Any, v: Any, rope: Any, positions: Any, stream: Any) -> None:
         """See Attention.gather."""
         from attnrt.gather import gather
 
-        if not self.lock.acquire(blocking=False):
-            raise _busy("gather")
-        try:
-            gather(self, kv, slots, k, v, rope, positions, stream)
-        finally:
-            self.lock.release()
+        self._alone(gather, kv, slots, k, v, rope, positions, stream)
 
     def copy_pages(self, kv: Any, source: Any, target: Any, stream: Any) -> None:
         """See Attention.copy_pages."""
         from attnrt.append import copy_pages
 
+        self._alone(copy_pages, kv, source, target, stream)
+
+    def _alone(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Such a call on rows of a cache, while nobody else uses the workspace."""
         if not self.lock.acquire(blocking=False):
-            raise _busy("copy_pages")
+            raise _busy(act.__name__)
         try:
-            copy_pages(self, kv, source, target, stream)
+            act(self, *arguments)
         finally:
             self.lock.release()
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,15 +38,14 @@ def concat(*indexes: Index) -> Index:
         qo_lens=frozen(np.concatenate([index.requests.qo_lens for index in indexes])),
         kv_lens=frozen(np.concatenate([index.requests.kv_lens for index in indexes])),
     )
-    found = composite(_side_by_side(indexes, True, requests))
-    if not any(isinstance(index, Composite) and index.in_line for index in indexes):
-        return found
-    return _with_in_line(found, _side_by_side(indexes, False, requests))
+    return _made(indexes, lambda positions: _side_by_side(indexes, positions, requests))
 
 
-def _with_in_line(index: Index, parts: Sequence[BlockSparse]) -> Index:
-    """An index that may be planned from other parts where nobody asks for positions of keys."""
-    return replace(index, in_line=tuple(parts)) if isinstance(index, Composite) else index
+def _made(indexes: Sequence[Index], parts: Callable[[bool], list[BlockSparse]]) -> Index:
+    """The index of such parts of the indexes, and in line of such of theirs in line where one of them has any."""
+    found = composite(parts(True))
+    in_line = any(isinstance(index, Composite) and index.in_line for index in indexes)
+    return replace(found, in_line=tuple(parts(False))) if in_line and isinstance(found, Composite) else found
 
 
 def _side_by_side(indexes: Sequence[Index], positions: bool, requests: Requests) -> list[BlockSparse]:
@@ -186,8 +185,7 @@ def take(index: Index, requests: Any) -> Index:
         parts = index.parts_for(positions)
         return [_taken(part, new_requests, renumber, new_row, len(rows)) for part in parts]
 
-    found = composite(taken(True))
-    return _with_in_line(found, taken(False)) if isinstance(index, Composite) and index.in_line else found
+    return _made([index], taken)
 
 
 def _taken(

@@ -33,9 +33,8 @@ LAYERS = (
     *({"fold", "spec", "merge"}, {"formats"}, {"scheduler", "variants"}, {"backends"}),
     *(
         {"layout", "operands", "arguments", "overlap"},
-        {"dispatch"},
-        {"loading", "workspace", "append", "repeat", "step"},
-        {"gather"},
+        {"dispatch", "rows"},
+        {"loading", "workspace", "append", "gather", "repeat", "step"},
         {"machine", "runtime"},
         {"api"},
     ),

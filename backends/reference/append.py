@@ -21,11 +21,7 @@ def append_rows(call: AppendCall) -> None:
     slots = call.slots.numpy().astype(np.int64)
     live = (slots >= 0) & (slots < call.k_cache.num_pages * call.k_cache.page_size)
     rows = np.flatnonzero(live)
-    k = call.k.numpy()[rows]
-    if call.rope is not None and call.positions is not None and len(rows):
-        ctx = {"kv_pos": call.positions.numpy()[rows][:, None], "kv_head": np.arange(k.shape[1])[None]}
-        k = call.rope.key(ctx, k.astype(np.float64))
-    _put(call.k_cache, k, slots[rows], call.k_scale)
+    _put(call.k_cache, _rotated(call, call.k.numpy()[rows], rows), slots[rows], call.k_scale)
     if call.v is not None and call.v_cache is not None:
         _put(call.v_cache, call.v.numpy()[rows], slots[rows], call.v_scale)
 
@@ -39,6 +35,15 @@ def gather_rows(call: AppendCall) -> None:
         _get(call.v_cache, call.v, slots, live, None)
 
 
+def _rotated(call: AppendCall, k: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """K of such rows at their positions, [rows, heads, dim] in float64; as it is where nobody rotates."""
+    if call.rope is None or call.positions is None or not len(rows):
+        return k
+    ctx = {"kv_pos": call.positions.numpy()[rows][:, None], "kv_head": np.arange(k.shape[1])[None]}
+    rotated: np.ndarray = call.rope.key(ctx, k.astype(np.float64))
+    return rotated
+
+
 def _get(
     cache: PagedView, out: TensorView, slots: np.ndarray, live: np.ndarray, rotated: AppendCall | None
 ) -> None:
@@ -46,12 +51,8 @@ def _get(
     target, size = out.numpy(), cache.page_size
     values = cache_array(cache, *target.shape[1:])[slots[live] // size, slots[live] % size]
     target[...] = np.zeros((), target.dtype)
-    if rotated is not None and rotated.rope is not None and rotated.positions is not None and len(live):
-        ctx = {
-            "kv_pos": rotated.positions.numpy()[live][:, None],
-            "kv_head": np.arange(values.shape[1])[None],
-        }
-        values = rotated.rope.key(ctx, values.astype(np.float64))
+    if rotated is not None:
+        values = _rotated(rotated, values, live)
     if values.dtype != target.dtype:
         rows = np.empty(values.shape, target.dtype)
         store(rows, values.astype(np.float64), str(out.dtype))

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,20 +14,11 @@ import attnrt as at
 from attnrt import formats, testing
 from attnrt.dtypes import as_dtype
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_caches import make, tokens
+
 v = at.variants
 RNG = np.random.default_rng
-
-
-def make(backend, **changes):
-    fields = {
-        "num_qo_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "head_dim_vo": 8,
-        "q_dtype": "float32",
-        "variant": v.causal(),
-    }
-    return at.Attention(at.AttentionSpec(**(fields | changes)), backend=backend)
 
 
 def rows(count, attn, seed=0, scale=1.0):
@@ -41,12 +35,6 @@ def caches(attn, pages, size, fill=7.0):
     kind = as_dtype(spec.kv_dtype).numpy
     inner = (spec.num_kv_heads, size) if spec.kv_layout == "HND" else (size, spec.num_kv_heads)
     return tuple(np.full((pages, *inner, dim), fill, kind) for dim in (spec.head_dim, spec.head_dim_vo))
-
-
-def tokens(cache, kv_layout):
-    """[slots, heads, dim] copy."""
-    cache = cache.transpose(0, 2, 1, 3) if kv_layout == "HND" else cache
-    return np.ascontiguousarray(cache).reshape(-1, *cache.shape[2:])
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,19 +14,10 @@ import attnrt as at
 from attnrt import formats, testing
 from attnrt.dtypes import as_dtype
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_caches import make, tokens
+
 v = at.variants
-
-
-def make(backend, **changes):
-    fields = {
-        "num_qo_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "head_dim_vo": 8,
-        "q_dtype": "float32",
-        "variant": v.causal(),
-    }
-    return at.Attention(at.AttentionSpec(**(fields | changes)), backend=backend)
 
 
 def numbers(attn, pages, size, rng):
@@ -47,11 +40,6 @@ def outs(attn, rows, dtype=None):
     )
 
 
-def rows_of(cache, kv_layout):
-    cache = cache.transpose(0, 2, 1, 3) if kv_layout == "HND" else cache
-    return np.ascontiguousarray(cache).reshape(-1, *cache.shape[2:])
-
-
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
     "dtypes",
@@ -71,7 +59,7 @@ def test_rows(backend, dtypes, kv_layout):
             got = outs(attn, len(slots), dtype)
             attn.gather(kv, form, *got)
             for cache, found in zip(kv, got, strict=True):
-                want = rows_of(cache, kv_layout)[slots].astype(found.dtype)
+                want = tokens(cache, kv_layout)[slots].astype(found.dtype)
                 want[2] = 0
                 np.testing.assert_array_equal(found.view(np.uint8), want.view(np.uint8))
 
@@ -85,9 +73,9 @@ def test_rotation_is_that_of_append(backend, interleaved):
     k, values = outs(attn, 3)
     attn.gather(kv, slots, k, values, rope=rope, positions=positions)
     attn.plan(formats.paged([0, 1, 2, 3], [0, 126, 127, 128], np.zeros(128, int), [1001, 1, 8], 8))
-    np.testing.assert_array_equal(values, rows_of(kv[1], "NHD")[slots])
+    np.testing.assert_array_equal(values, tokens(kv[1], "NHD")[slots])
     angles = positions[:, None] * 10000.0 ** (-np.arange(8) / 8)
-    x = rows_of(kv[0], "NHD")[slots].astype(np.float64)
+    x = tokens(kv[0], "NHD")[slots].astype(np.float64)
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :8], x[..., 8:])
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     turned = [a * cos - b * sin, a * sin + b * cos]

@@ -201,7 +201,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   // Maxima and conversions share a pipe that runs at half its rate beside busy tensor cores (4 clocks a warp),
   // exponentials have another (8): so the second row's maximum is found under the first row's exponentials, and
   // kBits, where a row has nearly always seen a score above 0 before, maxima are those of bits, three at a time. (At
-  // 64 dims that brings nothing, and spills.)
+  // 64 dims that brings two warpgroups nothing, and spills.)
   template <bool kBits>
   __device__ __forceinline__ void raise(float (&s)[kS], float (&m)[2], float (&top)[2], float (&shrink)[2],
                                         float (&sum)[2], const float (&bias)[2], const View& view, bool& near) const {
