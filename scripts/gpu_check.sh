@@ -13,4 +13,5 @@ export OPENBLAS_NUM_THREADS=1               # a worker a core: threads of each f
 export ATTNRT_CACHE_DIR=${ATTNRT_CACHE_DIR:-/tmp/attnrt-gpu-check-cache}
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader | tee "$out/device.txt"
 "$python" setup.py -q build_ext --inplace >"$out/build.txt" 2>&1 || { tail -20 "$out/build.txt"; exit 1; }
-PYTHONPATH=.:${PYTHONPATH:-} "$python" -m pytest -m gpu -q -p no:cacheprovider --tb=short --maxfail=80 --maxschedchunk=1 "$@" 2>&1 | tee "$out/pytest.txt" | tail -60
+PYTHONPATH=.:${PYTHONPATH:-} "$python" -m pytest -m gpu -q -p no:cacheprovider --tb=short --maxfail=80 --maxschedchunk=1 \
+  -o faulthandler_timeout=150 -o faulthandler_exit_on_timeout=true "$@" 2>&1 | tee "$out/pytest.txt" | tail -60

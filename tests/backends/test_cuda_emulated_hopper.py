@@ -95,6 +95,25 @@ def test_passes_of_three_warpgroups(heads, page_size):
     testing.same(*results, "one worker and sixty")
 
 
+@pytest.mark.parametrize("scheduler", ["lpt", "one_cta_per_request"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_warpgroups_without_rows_beside_rows_without_keys(dim, scheduler):
+    """Items of one warpgroup's rows, some of which see no key: block rows without blocks, and queries before the first key."""
+    s = spec(num_qo_heads=2, num_kv_heads=2, head_dim=dim, variant=v.full())
+    rng = np.random.default_rng(5)
+    indptr, columns = np.array([0, 2, 2, 5, 5], np.int32), np.array([0, 3, 1, 2, 4], np.int32)
+    sparse = at.formats.bsr(indptr, columns, (64, 32), 160)
+    late = testing.make_case(replace(s, variant=v.causal()), [130, 70], [3, 20], seed=6)
+    batch = testing.lay_out(late)
+    q = rng.standard_normal((256, 2, dim)).astype(as_dtype("bfloat16").numpy)
+    kv = tuple(rng.standard_normal((5, 32, 2, dim)).astype(q.dtype) for _ in "kv")
+    for one, index, queries, cache in ((s, sparse, q, kv), (late.spec, batch.index, batch.q, batch.kv)):
+        attn = at.Attention(one, backend=EmulatedHopper(60), device="cpu", scheduler=scheduler)
+        attn.plan(index)
+        out, lse = attn.run(queries, cache, return_lse=True)
+        testing.compare(one, testing.oracle_answer(one, index, queries, cache), out, lse)
+
+
 @pytest.mark.parametrize("name", ["full", "window", "sinks"])
 def test_what_rows_of_three_warpgroups_see(name):
     """Passes whose warpgroups see all, other or no keys of a tile."""

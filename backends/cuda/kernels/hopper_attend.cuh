@@ -271,8 +271,9 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   __device__ __forceinline__ void pass_by() {
     release_queries();  // at once: a stage that rewrites brings the next pass's before this one's last V
     const WorkItem& item = record().item;
+    int leaf = item.leaf_begin;
 #pragma unroll 1
-    for (int leaf = item.leaf_begin; leaf < item.leaf_end; ++leaf) {
+    do {  // an item without leaves has one tile of dead keys, too
       int begin, stop;
       leaf_range<L::kTile>(p_, item, leaf, begin, stop);
 #pragma unroll 1
@@ -287,7 +288,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
         release(meta_.v_empty[tile_ % L::kStages]);
         ++tile_;
       }
-    }
+    } while (++leaf < item.leaf_end);
     release(meta_.table_empty[L::table(pass_)]);
     ++pass_;
   }
