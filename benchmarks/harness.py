@@ -198,6 +198,8 @@ class Run:
         No case is begun after so many; what was left out is in ``left_out``.
     faults : list of str
         What failed, ours and peers'.
+    absent : dict of str to list of str
+        Cases that a provider leaves out, by provider and reason.
     """
 
     clock: Any
@@ -205,7 +207,7 @@ class Run:
     device: str = "cuda"
     rows: list[Row] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
+    absent: dict[str, list[str]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=dict)
     begun: float = field(default_factory=time.perf_counter)
@@ -268,18 +270,19 @@ class Run:
                 print(f"{provider.name}: skipped, {error}", flush=True)
                 gone.add(provider.name)
             except Absent as reason:
-                self.absent.append(f"{provider.name} on {case.name}: {reason}")
+                self._miss(case, provider, str(reason))
             except Exception as error:
                 if isinstance(error, torch.OutOfMemoryError) and trials:
                     break
                 if type(error).__name__ == "MissingJITCacheError":  # FLASHINFER_DISABLE_JIT is set
-                    self.absent.append(
-                        f"{provider.name} on {case.name}: its module was not compiled beforehand"
-                    )
+                    self._miss(case, provider, "its module was not compiled beforehand")
                 else:
                     self._fault(case, provider, error)
             waiting.pop(0)
         return trials
+
+    def _miss(self, case: Case, provider: Provider, why: str) -> None:
+        self.absent.setdefault(f"{provider.name}: {why}", []).append(case.name)
 
     def _rounds(self, trials: list[Trial]) -> None:
         """Times of all in turns, forwards and backwards by turns, so that none always follows the same one."""
@@ -398,9 +401,11 @@ def finish(
     about["empty graph, µs"] = empty_graphs(run.clock)
     about["versions"] = {row.provider: row.version for row in run.rows}
     about["seconds"] = {**run.spent, "all": round(time.perf_counter() - run.begun, 1)}
-    for key in ("faults", "absent", "left_out"):
+    for key in ("faults", "left_out"):
         if getattr(run, key):
             about[key.replace("_", " ")] = getattr(run, key)
+    if run.absent:
+        about["absent"] = [f"{why} ({len(cases)} cases)" for why, cases in run.absent.items()]
     print(save(args.out, name, run.rows, about, rate=rate, targets=targets, groups=groups))
     ours = [fault for fault in run.faults if fault.startswith(OURS)]
     fallen = [row.case for row in run.rows if row.fallback]
