@@ -43,8 +43,8 @@ def gather(
             raise ArgumentError(
                 "v", f"must have k's {rows.shape[0]} rows and dtype", f"{values.dtype} {list(values.shape)}"
             )
-    elif (v is None) != (v_cache is None):
-        raise ArgumentError("v", "must be given where the cache has V, and only there", type(v).__name__)
+    elif v is not None:
+        raise ArgumentError("v", "must be left out where the cache has no V", type(v).__name__)
     if (rope is None) != (positions is None):
         raise ArgumentError("positions", "must be given with rope, and only then", type(positions).__name__)
     handle = 0 if runtime.host and stream is None else runtime.ops.stream(stream, as_view_of(kv))

@@ -43,7 +43,7 @@ _COPY_BYTES = structs.PAGED_KV.itemsize + _COPY.size
 
 def render_append(spec: AttentionSpec, row_dtype: str, rope: Composed) -> str:
     """CUDA C++ of the append, gather and copy kernels."""
-    return f"""{flatten("append.cuh")}
+    return f"""{flatten("gather.cuh")}
 {variant_text(rope)}
 namespace attnrt {{
 struct Config {{

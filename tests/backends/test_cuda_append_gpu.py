@@ -165,6 +165,26 @@ def test_gathers_what_the_cpu_gathers(cuda, dtypes, rows_in, kv_layout, dims):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "rope", [v.rope(64), v.rope(40), v.rope(32, interleaved=True)], ids=["half", "half of 40", "interleaved"]
+)
+def test_rotates_keys_alone(cuda, rope, kv_dtype):
+    """Eight pairs a lane, and one by one; V stays where it lies."""
+    gpu, cpu = both(cuda, q_dtype="bfloat16", kv_dtype=kv_dtype, num_kv_heads=11, num_qo_heads=11)
+    rng, s = np.random.default_rng(), gpu.spec
+    host = [rng.standard_normal(x.shape).astype(np.float32).astype(x.dtype) for x in caches(s)]
+    slots = np.concatenate([[5, -1, 143, 0], rng.integers(0, 144, 1500)])
+    positions = np.concatenate([[0, 3, 70000, 12], rng.integers(0, 5000, 1500)])
+    want = np.full((len(slots), s.num_kv_heads, s.head_dim), 7.0, as_dtype("bfloat16").numpy)
+    got = to_gpu(want)
+    cpu.gather(tuple(host), slots, want, rope=rope, positions=positions)
+    gpu.gather(tuple(to_gpu(x) for x in host), slots, got, rope=rope, positions=positions)
+    a, b = to_host(got).astype(np.float64), want.astype(np.float64)
+    assert (np.abs(a - b) <= np.abs(b) * 2.0**-7 + 2**-9).all() and (a != b).mean() < 0.02
+    assert (a[1] == 0).all()
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_prompts_over_gathered_rows(cuda, kv_dtype):
     """Single tokens, brought side by side: the bits of the cache's own numbers, where these are q's."""
     s = at.AttentionSpec(

@@ -124,7 +124,7 @@ HOPPER_SPECS = {
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.
     "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (28, 16, 96, 84)),
     "rope": ({"variant": (v.causal(), v.rope(128))}, (236, 156, 312, 232)),
-    "rope of q": ({"variant": (v.causal(), v.rope(128, keys=False))}, (220, 140, 296, 216)),
+    "rope of q": ({"variant": (v.causal(), v.rope(128, keys=False))}, (140, 68, 204, 132)),
 }
 
 

@@ -212,17 +212,32 @@ def test_gathers_what_the_cpu_gathers(dtypes, rows_in, kv_layout, dims):
     equal(*results)
 
 
-@pytest.mark.parametrize("rope", [v.rope(64), v.rope(32, interleaved=True)], ids=["half", "interleaved"])
-def test_rotation_of_gathered_rows(rope):
-    """As in test_rotation."""
-    cuda, cpu = both(q_dtype="bfloat16", kv_dtype="bfloat16")
-    rng, s = np.random.default_rng(), cuda.spec
+#: Eight pairs a lane, and one by one: in a head's middle, or off 16-byte lines.
+ROTATIONS = {
+    "half": v.rope(64),
+    "half of a part": v.rope(32),
+    "interleaved": v.rope(64, interleaved=True),
+    "interleaved, a part": v.rope(32, interleaved=True),
+    "half of 40": v.rope(40),
+}
+
+
+@pytest.mark.parametrize("lines", [True, False])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotation_of_gathered_rows(name, kv_dtype, lines):
+    """As in test_rotation; more pairs than four a lane."""
+    cuda, cpu = both(q_dtype="bfloat16", kv_dtype=kv_dtype, num_kv_heads=37, num_qo_heads=37)
+    rng, s, rope = np.random.default_rng(), cuda.spec, ROTATIONS[name]
     kv = [rng.standard_normal(x.shape).astype(np.float32).astype(x.dtype) for x in caches(s)]
     slots, positions = np.array([5, -1, 143, 0]), np.array([0, 3, 70000, 12])
     results = []
     for attn in (cuda, cpu):
-        results.append([np.full((4, s.num_kv_heads, dim), 7.0, kv[0].dtype) for dim in (64, 48)])
-        attn.gather(tuple(kv), slots, *results[-1], rope=rope, positions=positions)
+        wide = np.full((4, s.num_kv_heads, 72 if lines else 65), 7.0, as_dtype("bfloat16").numpy)
+        k, values = wide[..., -64:], np.full((4, s.num_kv_heads, 48), 7.0, wide.dtype)
+        attn.gather(tuple(kv), slots, k, values, rope=rope, positions=positions)
+        assert (wide[..., :-64] == 7).all()
+        results.append([k, values])
     equal(results[0][1:], results[1][1:])
     a, b = (x[0].astype(np.float64) for x in results)
     assert (np.abs(a - b) <= np.abs(b) * 2.0**-7 + 2**-9).all() and (a != b).mean() < 0.02
