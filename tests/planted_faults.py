@@ -363,6 +363,13 @@ CUDA_MUTANTS = (
         test=EMULATED_HOPPER + " -k 'courses and slowly'",
     ),
     Mutant(
+        name="a warpgroup without rows forgets an item without leaves (Hopper)",
+        file=KERNELS + "hopper_attend.cuh",
+        old="    int leaf = item.leaf_begin;\n#pragma unroll 1\n    do {",
+        new="    int leaf = item.leaf_begin;\n#pragma unroll 1\n    if (leaf < item.leaf_end) do {",
+        test=EMULATED_HOPPER + " -k warpgroups_without_rows",
+    ),
+    Mutant(
         name="the rest of a page is not cleared (Hopper)",
         file=KERNELS + "hopper_boxes.cuh",
         old="for (int after = 0; after < 2; ++after) {",
@@ -389,6 +396,13 @@ CUDA_MUTANTS = (
         old="first + L::kTile - 1) - (first - 1);",
         new="first + L::kTile - 1) - (first - 2);",
         test=EMULATED_WIDE + " -k drafts",
+    ),
+    Mutant(
+        name="pairs of a gathered row turn by those of the first",
+        file=KERNELS + "gather.cuh",
+        old="Variant::key(params, c, first + d, x[d][0], x[d][1]);",
+        new="Variant::key(params, c, d, x[d][0], x[d][1]);",
+        test="backends/test_cuda_emulated_append.py -k rotation_of_gathered",
     ),
     Mutant(
         name="a tile of which a row sees less counts as whole (wide)",
