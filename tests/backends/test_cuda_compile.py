@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 import attnrt as at
@@ -144,6 +146,19 @@ def test_the_hopper_kernel(name):
             assert used.registers * threads_of(s, kernel) <= REGISTERS
             assert used.spilled <= spilled, (len(roles), used)
             assert not nvrtc.warnings_of(log), log
+
+
+def test_what_a_user_is_warned_of():
+    """Products that are serialised and more spilled bytes than any shipped kernel has; nothing else."""
+    report = nvrtc.NvrtcBackend().report
+    log = "ptxas         .     0 bytes stack frame, {} bytes spill stores, 8 bytes spill loads\n"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _, most in HOPPER_SPECS.values():
+            report("a kernel", log.format(max(most)) + "(C7519) warpgroup.arrive is injected")
+    for text in (log.format(nvrtc.MOST_SPILLED + 4), "(C7510) wgmma.mma_async instructions are serialized"):
+        with pytest.warns(RuntimeWarning, match="a kernel: .*(spilled|serialized)"):
+            report("a kernel", text)
 
 
 #: The same of the wide kernel; what spills is the loading warps', which live in 72 registers.
