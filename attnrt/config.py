@@ -5,7 +5,7 @@
 ATTNRT_CACHE_DIR       Where compiled kernels are kept; default ~/.cache/attnrt
 ATTNRT_FORBID_COMPILE  1: any compilation is an error
 ATTNRT_NUM_THREADS     Threads of the CPU backend; default: the CPUs this process may use
-ATTNRT_LOG             debug, info, warning (default) or error
+ATTNRT_LOG             debug, info, warning or error: logged to stderr; not set: as the application has it
 ATTNRT_CXX             C++ compiler for the CPU backend's variants; default: the first of c++, g++, clang++
 ATTNRT_BACKEND         The backend that backend="auto" takes
 =====================  ===============================================================================================
@@ -41,7 +41,8 @@ class Config:
     forbid_compile : bool
     num_threads : int
         At least 1.
-    log : str
+    log : str or None
+        None: not set.
     cxx : str or None
     backend : str or None
     cuda_homes : tuple of str
@@ -51,7 +52,7 @@ class Config:
     cache_dir: Path
     forbid_compile: bool
     num_threads: int
-    log: str
+    log: str | None
     cxx: str | None
     backend: str | None
     cuda_homes: tuple[str, ...] = ()
@@ -68,8 +69,8 @@ class Config:
         forbid = env.get("ATTNRT_FORBID_COMPILE", "").strip().lower()
         if forbid not in _TRUE + _FALSE:
             raise ArgumentError("ATTNRT_FORBID_COMPILE", "must be 0 or 1", repr(forbid))
-        log = env.get("ATTNRT_LOG", "").strip().lower() or "warning"
-        if log not in _LEVELS:
+        log = env.get("ATTNRT_LOG", "").strip().lower() or None
+        if log is not None and log not in _LEVELS:
             raise ArgumentError("ATTNRT_LOG", f"must be one of {', '.join(_LEVELS)}", repr(log))
         return cls(
             cache_dir=Path(env.get("ATTNRT_CACHE_DIR") or _default_cache_dir()).expanduser(),

@@ -11,6 +11,7 @@ from attnrt.config import config
 from attnrt.device import CPU, Device, as_device
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.composite import features_of
+from attnrt.log import logger
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Backend
@@ -48,6 +49,9 @@ def resolve(
         return backend, where
     name = (config().backend or backend) if backend == "auto" else backend
     if name != "auto":
+        if name != backend and name not in names():
+            known = f"Known: {', '.join(names())}"
+            raise ArgumentError("ATTNRT_BACKEND", "must be a known name", repr(name), known)
         found = get(name)
         where = as_device(device) if device is not None else _own_device(found)
         require(found, spec, features, where)
@@ -83,7 +87,9 @@ def _auto(spec: AttentionSpec, features: Features, device: Any) -> tuple[Backend
         for name in _candidates(where):
             why = why_not(name, spec, features, where)
             if not why:
+                logger().info("backend='auto' takes %s on %s", name, where)
                 return get(name), where
+            logger().debug("backend='auto' passes %s by on %s: %s", name, where, "; ".join(why))
             reasons[name] = why
     raise UnsupportedError(
         "backend='auto'", f"must find a backend for {' or '.join(str(p) for p in places)}", reasons=reasons

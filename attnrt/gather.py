@@ -39,6 +39,8 @@ def gather(
         if v_pool.slots != pool.slots:
             raise ArgumentError("v_cache", f"must have k_cache's {pool.slots} slots", v_pool.slots)
         values = check_writable(read_rows(runtime, v, "v", spec.head_dim_vo), "v")
+        if values.ptr == rows.ptr and rows.shape[0]:
+            raise ArgumentError("v", "must not be k's memory", "the same address")
         if values.shape[0] != rows.shape[0] or values.dtype is not rows.dtype:
             raise ArgumentError(
                 "v", f"must have k's {rows.shape[0]} rows and dtype", f"{values.dtype} {list(values.shape)}"

@@ -290,7 +290,9 @@ def read_pool(spec: AttentionSpec, view: TensorView, label: str, dim: int) -> Po
         good = False
     if not good:
         page = f"[pages, {heads}, page_size, {dim}]" if hnd else f"[pages, page_size, {heads}, {dim}]"
-        raise ArgumentError(label, f"must be {page} or [slots, {heads}, {dim}]", list(shape))
+        other = len(shape) == 4 and shape[3] == dim and shape[3 - head_axis] == heads
+        hint = f'Or kv_layout="{"NHD" if hnd else "HND"}"' if other else ""
+        raise ArgumentError(label, f"must be {page} or [slots, {heads}, {dim}]", list(shape), hint)
     check_last(view, label)
     dtype = view.dtype.name
     if len(shape) == 3:

@@ -21,7 +21,8 @@ try:
     from attnrt import _tensor_native as native
 except ImportError as error:
     raise ImportError(
-        "attnrt._tensor_native is not built; in a checkout run: python setup.py build_ext --inplace"
+        "attnrt._tensor_native is not built. In a checkout run: python setup.py build_ext --inplace (an installed attnrt is "
+        "found from outside of it)"
     ) from error
 if getattr(native, "REVISION", 0) != 5:  # the number in native/tensor.cpp: a stale build says so at once
     raise ImportError(

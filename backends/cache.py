@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from attnrt.config import config, usable_cache_dir
 from attnrt.errors import CompileError
+from attnrt.log import logger
 
 __all__ = ["fetch", "key_of", "path_of"]
 
@@ -77,6 +79,7 @@ def fetch(key: str, suffix: str, label: str, build: Callable[[Path], None]) -> P
         if key in _elsewhere:
             return _elsewhere[key][1]
         if _sound(path):
+            logger().debug("%s: found at %s", label, path)
             return path
         if config().forbid_compile:
             raise CompileError(
@@ -94,7 +97,9 @@ def fetch(key: str, suffix: str, label: str, build: Callable[[Path], None]) -> P
                         path.name + ".*.tmp*"
                     ):  # by builders that were killed: we hold the lock
                         left.unlink(missing_ok=True)
+                    begun = time.perf_counter()
                     _publish(path, build)
+                    logger().info("%s: compiled in %.2f s to %s", label, time.perf_counter() - begun, path)
         except (OSError, CompileError) as error:
             reason = _why_no_room(folder, error)
             if reason is None:

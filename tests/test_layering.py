@@ -24,6 +24,7 @@ LAYERS = (
     *(
         {"errors", "latest"},
         {"config"},
+        {"log"},
         {"dtypes"},
         {"device"},
         {"reading", "tensor", "memory", "results"},

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -365,3 +367,24 @@ def test_a_bad_scheduler_is_refused_at_once(backend):
     ):
         with pytest.raises(at.ArgumentError, match=match):
             at.Attention(spec_of(), backend=backend, scheduler=bad)
+
+
+def test_a_cache_of_the_other_layout(backend):
+    """The message says which, where the array would fit it."""
+    attn, batch = prepared(backend)
+    k = np.moveaxis(np.asarray(batch.kv[0]), 1, 2)
+    with pytest.raises(at.ArgumentError, match=r"k must be .*; got .*\. Or kv_layout=\"HND\""):
+        attn.run(batch.q, (k, k))
+    with pytest.raises(at.ArgumentError) as error:
+        attn.run(batch.q, (k[..., :8], k))
+    assert "kv_layout" not in str(error.value)
+
+
+def test_the_variable_that_names_no_backend(monkeypatch):
+    from attnrt import dispatch
+
+    monkeypatch.setattr(dispatch, "config", lambda: SimpleNamespace(backend="bogus"))
+    with pytest.raises(
+        at.ArgumentError, match=r"ATTNRT_BACKEND must be a known name; got 'bogus'\. Known: cpu"
+    ):
+        at.Attention(spec_of()).plan(prepared("cpu")[1].index)

@@ -17,7 +17,7 @@ ROOT = Path(attnrt.__file__).resolve().parents[1]
 
 def test_defaults():
     c = Config.from_env({})
-    assert (c.forbid_compile, c.log, c.cxx, c.backend) == (False, "warning", None, None)
+    assert (c.forbid_compile, c.log, c.cxx, c.backend) == (False, None, None, None)
     assert c.num_threads >= 1 and c.cache_dir.name == "attnrt"
     assert Config.from_env(dict.fromkeys(NAMES, "")) == c
     with pytest.raises(dataclasses.FrozenInstanceError):

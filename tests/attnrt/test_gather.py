@@ -132,6 +132,8 @@ def test_refuses(backend):
         (at.ArgumentError, r"slots must be \[3\]", (kv, [0, 1], k, values), {}),
         (at.ArgumentError, "k must be writable", (kv, [0, 1, 2], fixed, values), {}),
         (at.ArgumentError, "v must have k's 3 rows", (kv, [0, 1, 2], k, values[:2]), {}),
+        (at.ArgumentError, "k must be", (kv, [0, 1, 2], None, values), {}),
+        (at.ArgumentError, "v must not be k's memory", (kv, [0, 1, 2], k, k[..., :8]), {}),
         (
             at.ArgumentError,
             "positions must be given with rope",
