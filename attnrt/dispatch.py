@@ -49,10 +49,7 @@ def resolve(
         return backend, where
     name = (config().backend or backend) if backend == "auto" else backend
     if name != "auto":
-        if name != backend and name not in names():
-            known = f"Known: {', '.join(names())}"
-            raise ArgumentError("ATTNRT_BACKEND", "must be a known name", repr(name), known)
-        found = get(name)
+        found = get(name, "backend" if name == backend else "ATTNRT_BACKEND")
         where = as_device(device) if device is not None else _own_device(found)
         require(found, spec, features, where)
         return found, where

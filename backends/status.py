@@ -54,14 +54,15 @@ def _loaded(name: str) -> Any:
         return f"does not load: {type(error).__name__}: {error}"
 
 
-def get(name: str) -> Backend:
-    """The backend of a name.
+def get(name: str, label: str = "backend") -> Backend:
+    """The backend of a name; ``label``: what gave it, for errors.
 
     Raises
     ------
     ArgumentError
         Unknown (the message lists the known ones), or it does not load.
     """
+    registry.get(name, label)
     found = _loaded(name)
     if isinstance(found, str):
         raise ArgumentError(f"backend {name!r}", "must load", found)

@@ -170,16 +170,17 @@ class OursGathered(Ours):
             if rotates
             else {}
         )
-        k, v = (case.q.new_empty(len(slots), case.kv_heads, dim) for dim in (shape.head_dim, shape.dim_vo))
+        k = case.q.new_empty(len(slots), case.kv_heads, shape.head_dim)
         # V that lies side by side in q's type stays where it is.
-        lies = case.v.dtype == v.dtype and np.array_equal(
-            found.slots, np.arange(case.v.numel() // v[0].numel())
+        lies = case.v.dtype == case.q.dtype and np.array_equal(
+            found.slots, np.arange(case.v[..., 0, 0].numel())
         )
+        v = None if lies else case.q.new_empty(len(slots), case.kv_heads, shape.dim_vo)
         values = case.v if lies else v
         out = case.q.new_empty(len(case.q), case.heads, shape.dim_vo)
 
         def run() -> None:
-            cache.gather((case.k, case.v), slots, k, None if lies else v, **more)
+            cache.gather((case.k, case.v), slots, k, v, **more)
             attn.run(case.q, (k, values), out=out)
 
         return Ready(run=run, out=out, keep=(cache, attn, slots, k, values, more))

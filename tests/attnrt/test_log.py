@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import attnrt as at
+from attnrt.log import logger
 
 ROOT = str(Path(at.__file__).parents[1])
 PROGRAM = """
@@ -49,9 +49,8 @@ def test_levels(tmp_path):
 
 
 def test_an_application_hears(caplog, monkeypatch):
-    """Without the setting the logger is as the application has it."""
-    if os.environ.get("ATTNRT_LOG"):
-        pytest.skip("ATTNRT_LOG is set")
+    """Its own handlers, with the setting or without."""
+    monkeypatch.setattr(logger(), "propagate", True)
     spec = at.AttentionSpec(
         num_qo_heads=1, num_kv_heads=1, head_dim=8, q_dtype="float32", variant=at.variants.full()
     )
