@@ -259,17 +259,24 @@ CUDA_MUTANTS = (
     ),
     Mutant(
         name="32 states fold from the right",
-        file=KERNELS + "merge.cuh",
+        file=KERNELS + "merge_states.cuh",
         old="const unsigned mine = state_of(first + min(lane_, count - 1), head);",
         new="const unsigned mine = state_of(first + count - 1 - min(lane_, count - 1), head);",
         test=EMULATED + " -k test_workers",
     ),
     Mutant(
         name="states after the 32 at hand are those at hand",
-        file=KERNELS + "merge.cuh",
-        old="const unsigned states = e + kRing < 32 ? a.now : a.next;",
+        file=KERNELS + "merge_stream.cuh",
+        old="const unsigned states = n < 0 || n % kLanes + kPlaces < kLanes ? a.now : a.next;",
         new="const unsigned states = a.now;",
         test=EMULATED + " -k 'many_states and 128'",
+    ),
+    Mutant(
+        name="states come through stages that are still wanted",
+        file=KERNELS + "decode_merge.cuh",
+        old="      if (rows.last && !plan.pairwise) {",
+        new="      if (!plan.pairwise) {",
+        test=EMULATED + " -k decode_merges_many",
     ),
     Mutant(
         name="a folded run's ends cost what stored ones do",

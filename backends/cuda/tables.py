@@ -231,11 +231,16 @@ LEAVES = {
     (128, 2): Ruler(steps=((8, 128), (12, 256), (24, 512), (48, 1024)), tail=2048),
     (128, 1): Ruler(steps=((16, 256), (24, 512), (48, 1024)), tail=2048),
 }
+#: The same for so few KV heads: long rows of them have too few leaves for all workers (performance.md, E21).
+FEW_HEADS = 2
+LEAVES_OF_FEW = LEAVES | {(128, 2): Ruler(steps=((8, 128), (12, 256), (120, 512)), tail=1024)}
 
 
 def decode_ruler(spec: AttentionSpec) -> Ruler:
     """Leaves of decode rows: a matter of the spec alone, for they decide bits."""
-    known = LEAVES if decode_blocks(spec) else {}
+    if not decode_blocks(spec):
+        return DECODE_RULER
+    known = LEAVES_OF_FEW if spec.num_kv_heads <= FEW_HEADS else LEAVES
     return known.get((spec.head_dim, as_dtype(spec.kv_dtype).itemsize), DECODE_RULER)
 
 

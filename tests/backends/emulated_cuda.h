@@ -285,8 +285,9 @@ static inline void __syncwarp() {
   emu::collective(none, out, [](emu::Lane*) {});
 }
 template <class T>
-static inline T __shfl_sync(unsigned, T x, int from) {
-  uint64_t in[2] = {0, static_cast<uint64_t>(from & 31)}, out[1];
+static inline T __shfl_sync(unsigned, T x, int from, int width = 32) {
+  from = (static_cast<int>(threadIdx.x % 32) & ~(width - 1)) | (from & (width - 1));
+  uint64_t in[2] = {0, static_cast<uint64_t>(from)}, out[1];
   std::memcpy(in, &x, sizeof x);
   emu::collective(in, out, [](emu::Lane* l) {
     for (int i = 0; i < 32; ++i) l[i].out[0] = l[l[i].in[1]].in[0];

@@ -58,6 +58,7 @@ SPECS = {
     "fp8 128": {"kv_dtype": "float8_e4m3fn", "variant": (v.causal(), v.fp8_scales())},
     "sigmoid mask": {"variant": (v.custom_mask(), v.sigmoid())},
     "fp16 64": {"q_dtype": "float16", "head_dim": 64},
+    "groups of 8": {"num_kv_heads": 4},
     "16 rows": {"num_kv_heads": 2},
     "window, softcap": {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0), v.sink_logits(-1.0))},
     "bf16 72": {"head_dim": 72},
@@ -192,7 +193,7 @@ def test_which_specs_the_hopper_kernel_takes():
     """And that nothing else decides: a request's bits are its spec's and its length's."""
     takes = [name for name in SPECS if hopper_config(spec(**SPECS[name])) is not None]
     assert takes == [
-        *("bf16 128", "all hooks", "fp8 128", "sigmoid mask", "fp16 64", "16 rows"),
+        *("bf16 128", "all hooks", "fp8 128", "sigmoid mask", "fp16 64", "groups of 8", "16 rows"),
         *("window, softcap", "bf16 192/128", "bf16 256"),
     ]
     narrow = {"head_dim": 64}

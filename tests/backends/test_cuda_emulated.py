@@ -14,6 +14,7 @@ import attnrt as at
 from attnrt import testing
 from attnrt.backends.cuda.select import decode_queries, has_items, limits_decode, limits_wide, within
 from attnrt.backends.cuda.tables import WIDE, traits_for
+from attnrt.scheduler.assign import RoundRobin
 from attnrt.scheduler.base import Ruler
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -211,3 +212,28 @@ def test_limits_of_drafts_alone():
             int(n >= lowest) for n in (1, 8, 9, 64)
         ]
     assert within(s, hopper, replace(drafts, min_qo_len=1)) is hopper
+
+
+class ManyShortItems(RoundRobin):
+    """Of three leaves of a tile each, dealt out in turn: workers have items behind one whose states are a row's last."""
+
+    name = "many_short_items"
+
+    def split(self, keys, num_workers):
+        return 3 * 64.0
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((1, 1), 128), ((2, 1), 128), ((4, 1), 128), ((7, 1), 64), ((5, 5), 64)]
+)
+def test_decode_merges_many_states(heads, head_dim):
+    """The decode kernel's own merges: in registers, through its stages behind a worker's last item and not before others."""
+    s = spec(head_dim=head_dim, num_qo_heads=heads[0], num_kv_heads=heads[1], out_dtype="float32")
+    case = testing.make_case(s, [1] * 8, [64 * 71, 64 * 33 - 3, 64 * 28, 64 * 9, *[64 * 3] * 4], seed=3)
+    batch = testing.lay_out(case)
+    results = [
+        testing.run_batch(case, batch, ShortLeaves(True, False, n), device="cpu", scheduler=scheduler)
+        for n, scheduler in ((1, "lpt"), (60, "lpt"), (1, ManyShortItems()), (2, ManyShortItems()))
+    ]
+    for result in results[1:]:
+        testing.same(results[0], result, "one worker and many")

@@ -111,7 +111,7 @@ class Decode : public DecodeResults<Config, Variant> {
         sync();
         if (warp_ == 0) Merges::count(meta_, plan(), rows, rows.fold ? 1 : leaf);
         sync();
-        Merges::merge(p_, plan(), params_, rows, meta_.last, warp_);
+        Merges::merge(p_, plan(), params_, rows, meta_.last, warp_, smem_ + meta_.ring);
       }
       ATTNRT_MARK(20);
       ptx::mbar_arrive_warp(ptx::smem_addr(&meta_.spare[set_]), lane_);

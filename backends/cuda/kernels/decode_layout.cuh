@@ -42,7 +42,16 @@ struct DecodeLayout {
   static constexpr int kSlots = kBlocks == 1 ? 64 : 16;
   // Of a merge's columns, where there are fewer heads than warps.
   static constexpr int kSlices = Config::group == 1 && kDim == 128 ? 4 : Config::group <= 2 ? 2 : 1;
-  static constexpr int kMergeBatch = (kBlocks == 1 ? 8 : 2) * (kSlices == 2 ? 2 : 1);  // accumulators in flight
+  // Whether a merge's states come through the group's stages, where nobody wants those any more: behind a worker's last
+  // pass. Nowhere where ptxas would spill around the loop over tiles, or where slices leave one column or two to a
+  // lane.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  static constexpr bool kStreams = false;
+#else
+  static constexpr bool kStreams = kBlocks == 1 && kSlices == 1;
+#endif
+  // Else so many accumulators are in flight.
+  static constexpr int kMergeBatch = (kBlocks == 2 ? 2 : kStreams ? 2 : 8) * (kSlices == 2 ? 2 : 1);
   static constexpr int kPitchQ = kDim * 2 + 16;
   // In a group's own memory.
   static constexpr int kOffsetP = 0;
@@ -68,6 +77,7 @@ struct DecodeRows : RowTable<L::kRows, Variant> {
   static constexpr int kRows = L::kRows;
   int head, first, part;    // of the item; row at which the pass starts
   int slot, queries, fold;  // WorkItem
+  int last;                 // no pass of the worker comes after this one
   const int* slots;         // of the merge list, or a copy of a piece of it, by place in the list
   // Of the first row of each query (others: -1): the counter of its states, and their range in the merge list.
   int counter[kRows], merge_begin[kRows], merge_end[kRows];

@@ -23,6 +23,12 @@ class DecodeMerges {
                                               int set, bool known, int head, int first) {
     Rows& rows = meta.rows[set];
     const int lane = threadIdx.x % 32;
+    if constexpr (L::kStreams) {
+      const WorkItem& item = f.item;
+      if (lane == 0)
+        rows.last = f.next >= f.end && head + 1 >= item.head_end &&
+                    first + L::kRows >= (item.q_end - item.q_begin) * Config::group;
+    }
     if (known) {
       const int count = f.merge_end - f.merge_begin;
       if (lane < L::kRows) {
@@ -82,10 +88,17 @@ class DecodeMerges {
   }
 
   // Merges the queries that begin with the rows of `last`; the warps of a group take heads and slices of columns in
-  // turn.
+  // turn. ring: the group's stages.
   __device__ __forceinline__ static void merge(const RunParams& p, const PlanHeader& plan, const ParamRef* params,
-                                               const Rows& rows, unsigned last, int warp) {
+                                               const Rows& rows, unsigned last, int warp, char* ring) {
     if (!last) return;
+    if constexpr (L::kStreams) {
+      if (rows.last && !plan.pairwise) {
+#pragma unroll 1
+        for (; last; last &= last - 1) streamed(p, plan, params, rows, __ffs(last) - 1, warp, ring);
+        return;
+      }
+    }
     const Merge<Config, Variant, L::kMergeBatch, L::kSlices> merge(p, plan, params, rows.slots, warp % L::kSlices);
 #pragma unroll 1
     for (int r = 0; r < L::kRows; ++r) {
@@ -93,10 +106,7 @@ class DecodeMerges {
 #pragma unroll 1
       for (int i = warp / L::kSlices; i < Config::group; i += L::kWarps / L::kSlices) {
         const int head = rows.head * Config::group + i;
-        const auto state = merge.states(rows.merge_begin[r], rows.merge_end[r], head);
-        Ctx c = row_ctx<Config, Variant>(p, rows, r, rows.head);
-        c.qo_head = head;
-        merge.finish(c, state);
+        finish(merge, p, rows, r, head, merge.states(rows.merge_begin[r], rows.merge_end[r], head));
       }
     }
   }
@@ -113,6 +123,28 @@ class DecodeMerges {
       for (int head = row.head_begin * Config::group; head < row.head_end * Config::group; ++head)
         merge.finish(row, head, merge.empty());
     }
+  }
+
+ private:
+  // The query that begins with row r: a head a warp, and two where there are more than warps.
+  __device__ __forceinline__ static void streamed(const RunParams& p, const PlanHeader& plan, const ParamRef* params,
+                                                  const Rows& rows, int r, int warp, char* ring) {
+    constexpr int kLanes = Config::group > L::kWarps ? 16 : 32, kSpace = L::kStages * L::kStageBytes / L::kWarps;
+    warp = same(warp);  // found here, not before the loop over tiles
+    const int i = warp * (32 / kLanes) + threadIdx.x % 32 / kLanes;
+    if (same(i) >= Config::group) return;
+    const Merge<Config, Variant, 1, 1, kLanes> merge(p, plan, params, rows.slots, 0);
+    const int head = rows.head * Config::group + min(i, Config::group - 1), begin = same(rows.merge_begin[r]);
+    const auto state = merge.template streamed<kSpace>(begin, same(rows.merge_end[r]), head, ring + warp * kSpace);
+    if (i < Config::group) finish(merge, p, rows, r, head, state);
+  }
+
+  template <class Rowwise>
+  __device__ __forceinline__ static void finish(const Rowwise& merge, const RunParams& p, const Rows& rows, int r,
+                                                int head, const typename Rowwise::State& state) {
+    Ctx c = row_ctx<Config, Variant>(p, rows, r, rows.head);
+    c.qo_head = head;
+    merge.finish(c, state);
   }
 };
 
