@@ -21,7 +21,7 @@ class MergeStream : public MergeStates<Config, kMost, kSlices, kLanes, kSoftmax>
   static constexpr int kStateBytes = kRowBytes * (32 / kLanes);  // of a warp's heads, one behind the other
   static constexpr int kPieces = kRowBytes / 16;
   // Pieces that a lane copies of its head's state, or states that the lanes of a head ask for at once.
-  static constexpr int kOwn = kPieces > kLanes ? kPieces / kLanes : 1;
+  static constexpr int kParts = kPieces > kLanes ? kPieces / kLanes : 1;
   static constexpr int kAsked = kPieces < kLanes ? kLanes / kPieces : 1;
 
  public:
@@ -100,7 +100,7 @@ class MergeStream : public MergeStates<Config, kMost, kSlices, kLanes, kSoftmax>
           const unsigned number = __shfl_sync(0xffffffffu, states, mine % kLanes, kLanes);
           if (mine < all) {
 #pragma unroll
-            for (int own = 0; own < kOwn; ++own)
+            for (int own = 0; own < kParts; ++own)
               ptx::cp_async16(ptx::smem_addr(to + i * kStateBytes + own * (16 * kLanes)),
                               from + number * static_cast<long long>(kRowBytes) + own * (16 * kLanes));
           }
