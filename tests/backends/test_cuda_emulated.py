@@ -224,7 +224,8 @@ class ManyShortItems(RoundRobin):
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [((1, 1), 128), ((2, 1), 128), ((4, 1), 128), ((7, 1), 64), ((5, 5), 64)]
+    ("heads", "head_dim"),
+    [((1, 1), 128), ((2, 1), 128), ((4, 1), 128), ((5, 1), 128), ((7, 1), 64), ((5, 5), 64)],
 )
 def test_decode_merges_many_states(heads, head_dim):
     """The decode kernel's own merges: in registers, through its stages behind a worker's last item and not before others."""

@@ -51,7 +51,7 @@ struct DecodeLayout {
   static constexpr bool kStreams = kBlocks == 1 && kSlices == 1;
 #endif
   // Else so many accumulators are in flight.
-  static constexpr int kMergeBatch = (kBlocks == 2 ? 2 : kStreams ? 2 : 8) * (kSlices == 2 ? 2 : 1);
+  static constexpr int kMergeBatch = (kBlocks == 2 || kStreams ? 2 : 8) * (kSlices == 2 ? 2 : 1);
   static constexpr int kPitchQ = kDim * 2 + 16;
   // In a group's own memory.
   static constexpr int kOffsetP = 0;
