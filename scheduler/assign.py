@@ -7,6 +7,8 @@ A scheduler is any object with ``assign(costs, num_workers) -> (order, worker_in
 - ``split(keys, num_workers) -> float``: the longest run in keys x KV heads, given keys x KV heads of every query tile
   (float64 [tiles]); ``inf`` never cuts. Without it runs are cut by Algorithm 1;
 - ``split_heads = False``: items keep all KV heads of their list;
+- ``assign_late(costs, begins)``: called instead of ``assign`` where some workers begin later than others, with what the early ones
+  have done by the time that each begins (float64 [num_workers], in costs); without it all count as beginning together;
 - ``assign_requests(requests, costs, num_workers)``: called instead of ``assign`` where it exists, with each item's request;
 - ``assign_sections(sections, costs, num_workers)``: the same for a machine whose team has sections (Team.section), with each
   item's section.
@@ -36,6 +38,7 @@ __all__ = [
     "find",
     "gathered",
     "split_limit",
+    "spread",
 ]
 
 
@@ -45,7 +48,12 @@ class LPT:
     name = "lpt"
 
     def assign(self, costs: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:
-        taken, _ = self._deal(np.argsort(-costs, kind="stable"), costs, num_workers)
+        taken, _ = self._deal(np.argsort(-costs, kind="stable"), costs, [0.0] * num_workers)
+        return _pack(taken)
+
+    def assign_late(self, costs: np.ndarray, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Longest first to the worker that would begin it first."""
+        taken, _ = self._deal(np.argsort(-costs, kind="stable"), costs, begins.tolist())
         return _pack(taken)
 
     def assign_sections(
@@ -53,16 +61,19 @@ class LPT:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The same section after section, then levelled (``scheduler/level.py``)."""
         in_order = np.lexsort((-costs, sections))  # stable: ties by item id
-        taken, loads = self._deal(in_order, costs, num_workers)
+        taken, loads = self._deal(in_order, costs, [0.0] * num_workers)
         level(taken, loads, sections.tolist(), costs.tolist())
         place = np.argsort(in_order)
         return _pack([sorted(items, key=place.__getitem__) for items in taken])
 
     @staticmethod
-    def _deal(in_order: np.ndarray, costs: np.ndarray, workers: int) -> tuple[list[list[int]], list[float]]:
-        """Each worker's items, and its load."""
-        heap = [(0.0, worker) for worker in range(workers)]
-        taken: list[list[int]] = [[] for _ in range(workers)]
+    def _deal(
+        in_order: np.ndarray, costs: np.ndarray, begins: list[float]
+    ) -> tuple[list[list[int]], list[float]]:
+        """Each worker's items, and its load with what it begins with."""
+        heap = [(begin, worker) for worker, begin in enumerate(begins)]
+        heapq.heapify(heap)
+        taken: list[list[int]] = [[] for _ in begins]
         for item in in_order.tolist():
             load, worker = heap[0]
             taken[worker].append(item)
@@ -195,6 +206,18 @@ def gathered(order: np.ndarray, worker_indptr: np.ndarray, share: int) -> tuple[
     ]
     ends = np.cumsum([0, *(len(own) for own in lists)])
     return np.concatenate(lists).astype(np.int32), ends.astype(np.int32)
+
+
+def spread(worker_indptr: np.ndarray, num_workers: int) -> np.ndarray:
+    """The lists of a few workers as those of ``num_workers``, two neighbours with items after as many idle pairs everywhere:
+    neighbours share what leads from them to memory, and further ones, among many, another part of it."""
+    busy = len(worker_indptr) - 1
+    if busy == num_workers:
+        return worker_indptr
+    pairs = -(-busy // 2)
+    lengths = np.zeros(num_workers, np.int64)
+    lengths[[i // 2 * (num_workers // 2) // pairs * 2 + i % 2 for i in range(busy)]] = np.diff(worker_indptr)
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 
 def _by_worker(worker: np.ndarray, num_workers: int) -> tuple[np.ndarray, np.ndarray]:

@@ -59,11 +59,30 @@ class Crew:
     tiles: list[Tile]
     sections: dict[tuple[int, int, int], int]
     workers: int  # that may have items
+    #: Multiprocessors, the first ones, whose workers begin at once; the others' begin when a team has left them (0: all begin
+    #: together). ``begin`` is the time then, ``ahead`` what each of the early workers has done by then.
+    early: int = 0
+    begin: float = 0.0
+    ahead: float = 0.0
 
     @property
     def sharing(self) -> Sharing | None:
         """None: these workers share nothing, as those of a team."""
         return getattr(self.traits, "sharing", None)
+
+    @property
+    def begins(self) -> list[float]:
+        """What the early workers have done when each one begins."""
+        if not self.early or self.sharing is None:
+            return [0.0] * self.workers
+        count = self.workers // self.sharing.workers
+        return [0.0 if worker % count < self.early else self.ahead for worker in range(self.workers)]
+
+    def mean(self, cost: float) -> float:
+        """Time at best of items that cost so much in all."""
+        if not self.early or self.sharing is None:
+            return cost / self.workers
+        return self.begin + max(0.0, cost - self.early * self.sharing.workers * self.ahead) / self.workers
 
     def time_beside(self, candidate: Candidate) -> float:
         """Of a team that takes rows of every class: its kernel starts on multiprocessors that the machine's own workers leave."""
@@ -102,10 +121,10 @@ class Candidate:
     time: float = 0.0
 
 
-def whole_cost(problem: Problem, crew: Crew) -> float:
-    """Cost of a crew's tiles without a cut, beside the other crews."""
-    beside = getattr(crew.traits, "beside", 0.0)
-    more = beside - crew.traits.fixed if beside else 0.0
+def whole_cost(problem: Problem, crew: Crew, beside: bool = True) -> float:
+    """Cost of a crew's tiles without a cut; ``beside`` the other crews."""
+    fixed = getattr(crew.traits, "beside", 0.0) if beside else 0.0
+    more = fixed - crew.traits.fixed if fixed else 0.0
     return total(
         tile.heads * (unit_cost(problem, crew, tile, whole_run(tile), folds(problem, tile)) + more)
         for tile in crew.tiles
@@ -163,17 +182,24 @@ def _rate(problem: Problem, sharing: Sharing, busy: int, spare: bool) -> float:
 
 
 def time_of(problem: Problem, crew: Crew, mean: float, loads: list[float]) -> float:
-    """The busiest worker's; where workers share multiprocessors, as Sharing says."""
+    """The busiest worker's; where workers share multiprocessors, as Sharing says, from the time on at which all have begun.
+    ``loads``: with ``begins``."""
     sharing = crew.sharing
     if sharing is None:
         return max(loads, default=0.0)
+    if crew.early:
+        loads = [max(0.0, load - crew.ahead) for load in loads]  # what is left when the last ones begin
     count = -(-len(loads) // sharing.workers)
     of = [loads[m::count] for m in range(count)]  # each multiprocessor's
     busy = [sum(load > 0.0 for load in own) for own in of]
     rates = [_rate(problem, sharing, n, 0 in busy) if n else math.inf for n in busy]
     slowest = max((max(own) / rate for own, rate in zip(of, rates, strict=True)), default=0.0)
-    busiest = max(map(total, of), default=0.0)
-    return max(mean + sharing.busy * (busiest / sharing.workers - mean), slowest)
+    busiest = max(map(total, of), default=0.0) / sharing.workers
+    if crew.early:
+        # A loading warp loads for one worker here, and a multiprocessor reads as the early ones do.
+        slowest = max(loads) / _rate(problem, sharing, sharing.workers, False)
+        return crew.begin + max(mean - crew.begin, busiest * crew.begin / crew.ahead, slowest)
+    return max(mean + sharing.busy * (busiest - mean), slowest)
 
 
 def total(values: Iterable[float]) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from attnrt.errors import LimitError, PlanError
-from attnrt.scheduler.assign import LPT, check_assignment, gathered, split_limit
+from attnrt.scheduler.assign import LPT, check_assignment, gathered, split_limit, spread
 from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, WorkList
 from attnrt.scheduler.costs import (
     BESIDE,
@@ -55,6 +55,16 @@ EVEN_BALANCE = 1.25
 
 #: Items of equal cost are looked for until the longest is known to this part of it.
 STEPS = 128
+
+#: Of the multiprocessors that a team leaves, so many are not free when it begins (performance.md, E22).
+TAKEN = 1
+
+#: Workers have uneven shares where so many times the multiprocessors that a team leaves are all there are. With fewer, their
+#: workers come and go several times meanwhile, which evens out by itself.
+WAVES = 3
+
+#: Of what all multiprocessors read, half of them and more read so much, and of the rest their part.
+MEMORY = 0.6
 
 _INT32_MAX = (1 << 31) - 1
 
@@ -148,6 +158,26 @@ def _overlap(problem: Problem, crews: list[Crew]) -> None:
         end = alone if mine <= done else alone + (mine - done)
         if end < best:
             best, crews[-1].workers = end, workers
+    _stagger(problem, crews)
+
+
+def _stagger(problem: Problem, crews: list[Crew]) -> None:
+    """The machine's own workers begin on the multiprocessors that the last team leaves, in order, and on others as these come
+    free: where many are left, when the team has ended. An even share of the work would be too much for those that begin then."""
+    own, last, sharing = crews[0], crews[-1], crews[0].sharing
+    if (
+        sharing is None
+        or any(crew.tiles for crew in crews[1:-1])
+        or not hasattr(problem.scheduler, "assign_late")
+    ):
+        return
+    count = own.workers // sharing.workers
+    early = count - last.workers - TAKEN
+    if early * WAVES < count or own.workers % sharing.workers or last.traits.num_workers != count:
+        return
+    own.early = early
+    own.begin = whole_cost(problem, last, beside=False) * last.traits.unit / last.workers
+    own.ahead = own.begin * min(MEMORY * count / early + (1.0 - MEMORY), 1.0 / last.traits.overlap)
 
 
 def _sections(problem: Problem, tiles: list[Tile], size: int) -> dict[tuple[int, int, int], int]:
@@ -294,7 +324,7 @@ def _candidate(
         costs=cost,
         requests=np.asarray(requests, np.int64),
         sections=np.asarray(sections, np.int64),
-        mean=total(cost.tolist()) / crew.workers,
+        mean=crew.mean(total(cost.tolist())),
         longest=float(cost.max(initial=0.0)),
         states=max(
             (
@@ -312,14 +342,16 @@ def _assign(problem: Problem, crew: Crew, candidate: Candidate) -> None:
         result = problem.scheduler.assign_requests(candidate.requests, cost, workers)
     elif crew.sections and hasattr(problem.scheduler, "assign_sections"):
         result = problem.scheduler.assign_sections(candidate.sections, cost, workers)
+    elif crew.early:
+        result = problem.scheduler.assign_late(cost, np.asarray(crew.begins))
     else:
         result = problem.scheduler.assign(cost, workers)
     candidate.order, candidate.worker_indptr = check_assignment(result, len(cost), workers)
     at = candidate.worker_indptr
-    loads = [total(cost[candidate.order[at[w] : at[w + 1]]].tolist()) for w in range(workers)]
+    begins = crew.begins
+    loads = [sum(cost[candidate.order[at[w] : at[w + 1]]].tolist(), begins[w]) for w in range(workers)]
     candidate.time = time_of(problem, crew, candidate.mean, loads)
-    idle = np.full(crew.traits.num_workers - workers, len(cost), np.int32)
-    candidate.worker_indptr = np.concatenate((at, idle))
+    candidate.worker_indptr = spread(at, crew.traits.num_workers)
 
 
 def _costs(scheduler: object, items: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -89,6 +89,14 @@ ATTNRT_DEV void cp_async16(u32 dst, const void* src, u32 src_bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(src_bytes) : "memory");
 }
 
+// The same of what is not read again soon: it leaves L2 before other data does.
+ATTNRT_DEV void cp_async16_once(u32 dst, const void* src, u32 src_bytes = 16) {
+  constexpr unsigned long long kEvictFirst = 0x12F0000000000000;  // what createpolicy.fractional makes of 1.0
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src), "r"(src_bytes),
+               "l"(kEvictFirst)
+               : "memory");
+}
+
 // Closes the group of this thread's cp.async issued since the last commit.
 ATTNRT_DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

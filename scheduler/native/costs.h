@@ -49,17 +49,17 @@ class Costs {
     return unit(crew, t, keys) + ends * double(run.leaf_end - run.leaf_begin);
   }
 
-  // All tiles of a crew, uncut, beside the other crews.
-  double whole(const Crew& crew, const std::vector<Tile>& tiles) const {
+  // All tiles of a crew, uncut; `beside` the other crews.
+  double whole(const Crew& crew, const std::vector<Tile>& tiles, bool beside = true) const {
     const attnrt_crew& cost = *crew.traits;
-    const double more = cost.beside != 0.0 ? cost.beside - cost.fixed : 0.0;
+    const double more = beside && cost.beside != 0.0 ? cost.beside - cost.fixed : 0.0;
     double sum = 0.0;
     for (size_t i = crew.begin; i < crew.end; ++i) sum += tiles[i].heads() * (unit(crew, tiles[i], tiles[i]) + more);
     return sum;
   }
 
   // A candidate's time after `assigned` gave its items away with this makespan: the busiest worker's, or, where workers
-  // share multiprocessors, as Sharing says.
+  // share multiprocessors, as Sharing says, from the time on at which all have begun.
   double time(const Crew& crew, const Candidate& c, const LongestFirst& assigned, double makespan) {
     const int32_t share = crew.traits->share, workers = crew.workers;
     if (!share) return makespan;
@@ -69,8 +69,10 @@ class Costs {
     const int32_t some = first_alone ? 1 : together;
     loads.assign(size_t(some), {});
     for (int32_t first = 0; first < workers; first += together)
-      for (int32_t m = 0; m < some && first + m < workers; ++m)
-        loads[size_t(m)].add(assigned.load(c.costs.get(), c.count, first + m));
+      for (int32_t m = 0; m < some && first + m < workers; ++m) {
+        const double load = assigned.load(c.costs.get(), c.count, first + m);
+        loads[size_t(m)].add(crew.early ? std::max(0.0, load - crew.ahead) : load);
+      }
     const bool spare = first_alone
                            ? int64_t(c.count) < together
                            : std::any_of(loads.begin(), loads.end(), [](const Load& own) { return own.busy == 0; });
@@ -79,7 +81,14 @@ class Costs {
       busiest = std::max(busiest, own.sum);
       if (own.busy) slowest = std::max(slowest, own.longest / rate(crew, own.busy, spare));
     }
-    return std::max(c.mean + crew.traits->busy * (busiest / share - c.mean), slowest);
+    busiest /= share;
+    if (crew.early) {
+      double longest = 0.0;
+      for (const Load& own : loads) longest = std::max(longest, own.longest);
+      slowest = longest / rate(crew, share, false);
+      return crew.late_at + std::max({c.mean - crew.late_at, busiest * crew.late_at / crew.ahead, slowest});
+    }
+    return std::max(c.mean + crew.traits->busy * (busiest - c.mean), slowest);
   }
 
   // Of merges, and of second items.
@@ -152,7 +161,7 @@ class Extent {
     const Run first = {t.kv_begin, next ? int32_t(ruler.start(next)) : t.kv_end, t.leaf_begin, next, 0, t.fold};
     if (next) least = std::min(least, costs.unit(crew, t, first));
     const double cuts = std::min(by_leaves, by_keys * heads / limit);
-    return step * least > (kGoodBalance + 1e-6) * ((whole + cuts) / crew.workers);
+    return step * least > (kGoodBalance + 1e-6) * crew.mean(whole + cuts);
   }
 
  private:

@@ -11,6 +11,10 @@
 #include "costs.h"
 #include "tile.h"
 
+// Workers that begin late (scheduler/plan_python.py).
+constexpr int32_t kTaken = 1, kWaves = 3;
+constexpr double kMemory = 0.6;
+
 class Crews {
  public:
   // Tiles are put in order of their crews. False: there are not so many partial slots as `needed`, before any cut.
@@ -25,6 +29,7 @@ class Crews {
   int crew_of(const Tile& tile) const;
   void find_sections(const Crew& crew, std::vector<Tile>& tiles) const;
   void overlap(const Costs& costs, const std::vector<Tile>& tiles);
+  void stagger(const Costs& costs, const std::vector<Tile>& tiles);
 
   const attnrt_problem* pr = nullptr;
   const attnrt_traits* tr = nullptr;
@@ -73,6 +78,7 @@ inline bool Crews::form(const attnrt_problem& problem, const Costs& costs, std::
 // How many workers of the last team have items, so that the others' kernels run beside it.
 inline void Crews::overlap(const Costs& costs, const std::vector<Tile>& tiles) {
   for (int k = 0; k < count; ++k) crews[k].workers = tr->crews[k].num_workers;
+  crews[0].early = 0, crews[0].late_at = 0.0;
   Crew& last = crews[count - 1];
   const attnrt_crew& team = *last.traits;
   if (count < 2 || team.overlap <= 0.0) return;
@@ -89,6 +95,23 @@ inline void Crews::overlap(const Costs& costs, const std::vector<Tile>& tiles) {
     const double end = mine <= done ? alone : alone + (mine - done);
     if (end < best) best = end, last.workers = workers;
   }
+  if (pr->mode == 0) stagger(costs, tiles);
+}
+
+// The machine's own workers begin on the multiprocessors that the last team leaves, and on others as these come free.
+inline void Crews::stagger(const Costs& costs, const std::vector<Tile>& tiles) {
+  Crew &own = crews[0], &last = crews[count - 1];
+  const int32_t share = own.traits->share;
+  if (!share || own.workers % share || last.traits->num_workers != own.workers / share) return;
+  for (int k = 1; k + 1 < count; ++k)
+    if (crews[k].begin < crews[k].end) return;
+  const int32_t together = own.workers / share, early = together - last.workers - kTaken;
+  if (early * kWaves < together) return;
+  own.early = early;
+  own.late_at = costs.whole(last, tiles, false) * last.traits->unit / last.workers;
+  own.ahead = own.late_at * std::min(kMemory * together / early + (1.0 - kMemory), 1.0 / last.traits->overlap);
+  own.begins.resize(size_t(own.workers));
+  for (int32_t w = 0; w < own.workers; ++w) own.begins[size_t(w)] = w % together < early ? 0.0 : own.ahead;
 }
 
 // Lists lie one after the other: how many keys come before each tile's. Rows of one request choose among the same keys

@@ -23,12 +23,13 @@ class LongestFirst {
   // branch, whose outcome nobody could foresee.
   // alike [kinds]: all items; sections [n], or null: numbers of which a lower one goes first, whatever the costs; then
   // workers are levelled (level.h), and load() is not what they have.
-  double assign(const double* costs, const Alike* alike, size_t kinds, const int32_t* sections, size_t n,
-                int32_t workers) {
+  // begins [workers], or null: what loads begin with; load() is with it.
+  double assign(const double* costs, const Alike* alike, size_t kinds, const int32_t* sections, const double* begins,
+                size_t n, int32_t workers) {
     sort_by_cost(costs, alike, kinds);
     list(costs, alike, kinds, n);
     const double longest = n ? costs[ids_.get()[0]] : 0.0;
-    const bool positive = n && costs[ids_.get()[n - 1]] > 0.0;
+    const bool positive = n && !begins && costs[ids_.get()[n - 1]] > 0.0;
     if (sections) sort_by_section(sections, n);
     one_each_ = n == 0 || (positive && n <= size_t(workers));
     if (one_each_) return longest;
@@ -41,7 +42,8 @@ class LongestFirst {
     int32_t* who = who_.need(size_t(leaves) * 2);
     const size_t ahead = positive ? std::min(n, size_t(workers)) : 0;
     for (int32_t w = 0; w < leaves; ++w) {
-      load[leaves + w] = w < workers ? 0 : bits_of(std::numeric_limits<double>::infinity());
+      const double begin = begins && w < workers ? begins[w] : 0.0;
+      load[leaves + w] = bits_of(w < workers ? begin : std::numeric_limits<double>::infinity());
       who[leaves + w] = w;
     }
     for (size_t i = 0; i < ahead; ++i) {

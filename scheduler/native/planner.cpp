@@ -61,6 +61,7 @@ class Planner {
   void assign_to(const Crew& crew, Candidate& c, bool by_request);
   void deal(const Crew& crew, Candidate& c, const int32_t* in_order, const int32_t* worker_at);
   void gather(const Crew& crew, Candidate& c, double beside);
+  void spread(const Crew& crew, Candidate& c);
   void best_candidate(Crew& crew);
   void keep_if_better(Crew& crew, Candidate& c);
   int32_t* take_items(const Crew& crew, int32_t* out) const;
@@ -254,7 +255,7 @@ void Planner::weigh(const Crew& crew, Candidate& c, int32_t heads, const Limit& 
   c.count = n;
   c.states = most;
   c.longest = longest;
-  c.mean = total / crew.workers;
+  c.mean = crew.mean(total);
 }
 
 // The items of a candidate that has been weighed.
@@ -296,14 +297,16 @@ void Planner::assign_lpt(const Crew& crew, Candidate& c) {
     }
   }
   const double makespan =
-      longest_first.assign(c.costs.get(), c.alike.data(), c.alike.size(), sections, c.count, crew.workers);
+      longest_first.assign(c.costs.get(), c.alike.data(), c.alike.size(), sections,
+                                               crew.early ? crew.begins.data() : nullptr, c.count, crew.workers);
   c.time = costs.time(crew, c, longest_first, makespan);
   if (!longest_first.one_each()) return deal(crew, c, longest_first.order(), longest_first.worker_of());
-  c.worker_indptr.resize(size_t(crew.traits->num_workers) + 1);
+  c.worker_indptr.resize(size_t(crew.workers) + 1);
   int32_t* indptr = c.worker_indptr.data();
   for (size_t w = 0; w < c.count; ++w) indptr[w] = int32_t(w);
   std::fill(indptr + c.count, indptr + c.worker_indptr.size(), int32_t(c.count));
   std::copy(longest_first.order(), longest_first.order() + c.count, c.order.need(c.count));
+  spread(crew, c);
 }
 
 // Items to their workers' ranges, in the order given (null: by id); worker_at says whose each is.
@@ -311,16 +314,28 @@ void Planner::deal(const Crew& crew, Candidate& c, const int32_t* in_order, cons
   const size_t n = c.count, workers = size_t(crew.workers);
   at_worker.assign(workers, 0);
   for (size_t i = 0; i < n; ++i) at_worker[size_t(worker_at[i])] += 1;
-  c.worker_indptr.resize(size_t(crew.traits->num_workers) + 1);
+  c.worker_indptr.resize(workers + 1);
   int32_t sum = 0;
   for (size_t w = 0; w < workers; ++w) {
     c.worker_indptr[w] = sum;
     sum += at_worker[w];
     at_worker[w] = c.worker_indptr[w];
   }
-  std::fill(c.worker_indptr.begin() + ptrdiff_t(workers), c.worker_indptr.end(), sum);
+  c.worker_indptr[workers] = sum;
   int32_t* order = c.order.need(n);
   for (size_t i = 0; i < n; ++i) order[at_worker[size_t(worker_at[i])]++] = in_order ? in_order[i] : int32_t(i);
+  spread(crew, c);
+}
+
+// The lists of the workers that may have items as those of all, neighbours by twos after as many idle pairs everywhere.
+void Planner::spread(const Crew& crew, Candidate& c) {
+  const int32_t busy = crew.workers, all = crew.traits->num_workers, pairs = (busy + 1) / 2;
+  if (busy == all) return;
+  at_worker.assign(size_t(all), 0);
+  for (int32_t i = 0; i < busy; ++i)
+    at_worker[size_t(i / 2 * (all / 2) / pairs * 2 + i % 2)] = c.worker_indptr[size_t(i) + 1] - c.worker_indptr[size_t(i)];
+  c.worker_indptr.resize(size_t(all) + 1);
+  for (size_t w = 0; w < size_t(all); ++w) c.worker_indptr[w + 1] = c.worker_indptr[w] + at_worker[w];
 }
 
 // The workers that have items to as few multiprocessors as hold them, where that is half of all at most and none has

@@ -2,6 +2,7 @@
 // What the planner works on: runs of keys, query tiles, items, and one way to cut.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -80,12 +81,23 @@ struct Candidate {
 struct Crew {
   const attnrt_crew* traits = nullptr;
   int32_t workers = 0;  // that may have items
+  // Where some of them begin late (scheduler/costs.py): multiprocessors whose workers do not, 0: all begin together; the
+  // time when the others begin, what an early worker has done by then, and what each worker's load begins with.
+  int32_t early = 0;
+  double late_at = 0.0, ahead = 0.0;
+  std::vector<double> begins;
   size_t begin = 0, end = 0;
   int64_t first_slot = 0, last_slot = 0;  // one past the last that they may use
   int64_t base_slots = 0;                 // of tiles that are not cut
   Candidate pool[2];
   Candidate* best = nullptr;
   Candidate* next = nullptr;  // the other one
+
+  // Time at best of items that cost so much in all.
+  double mean(double cost) const {
+    if (!early) return cost / workers;
+    return late_at + std::max(0.0, cost - early * traits->share * ahead) / workers;
+  }
 };
 
 // f(run) for the runs of a crew's tile under a candidate.

@@ -357,6 +357,7 @@ ATTNRT_DEV void cp_async16(u32 dst, const void* src, u32 bytes = 16) {
     emu::fibers[emu::current].groups.back().push_back(copy);
   }
 }
+ATTNRT_DEV void cp_async16_once(u32 dst, const void* src, u32 bytes = 16) { cp_async16(dst, src, bytes); }
 ATTNRT_DEV void cp_async_commit() { emu::fibers[emu::current].groups.emplace_back(); }
 template <int N>
 ATTNRT_DEV void cp_async_wait() {

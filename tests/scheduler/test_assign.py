@@ -46,6 +46,24 @@ def test_lpt_breaks_ties_by_item_then_worker():
     assert (order.tolist(), indptr.tolist()) == ([0, 3, 1, 4, 2], [0, 2, 4, 5])
 
 
+def test_lpt_begins_late_workers_late():
+    costs = np.asarray([3.0, 3.0, 2.0, 2.0, 1.0])
+    order, indptr = assign.LPT().assign_late(costs, np.asarray([0.0, 4.0, 4.5]))
+    assert (order.tolist(), indptr.tolist()) == ([0, 1, 4, 2, 3], [0, 3, 4, 5])
+    assert (
+        assign.LPT().assign_late(costs, np.zeros(3))[1].tolist() == assign.LPT().assign(costs, 3)[1].tolist()
+    )
+
+
+def test_busy_workers_are_spread_by_twos():
+    indptr = np.asarray([0, 2, 3, 7, 7, 9], np.int32)
+    assert assign.spread(indptr, 12).tolist() == [0, 2, 3, 3, 3, 7, 7, 7, 7, 9, 9, 9, 9]
+    assert assign.spread(indptr, 5) is indptr
+    for busy in range(1, 133):
+        lengths = np.diff(assign.spread(np.arange(busy + 1), 132))
+        assert lengths.sum() == busy and lengths.max() == 1 and len(lengths) == 132
+
+
 def test_one_cta_per_request_keeps_a_request_together():
     index = plan_cases.paged([40, 1, 40], [40, 10, 90])
     plan = make_plan(plan_cases.spec(), index, plan_cases.traits(3), scheduler="one_cta_per_request")

@@ -288,11 +288,53 @@ def test_a_team_leaves_workers_to_the_others():
         index = plan_cases.paged([1] * decodes + [100] * prompts, [300] * decodes + [200] * prompts)
         plan = make_plan(s, index, machine)
         verify_plan(plan)
-        used.append(int((np.diff(plan.work.worker_indptr[first : end + 1]) > 0).sum()))
-        assert (np.diff(plan.work.worker_indptr[first : end + 1]) > 0).tolist() == [True] * used[-1] + [
-            False
-        ] * (end - first - used[-1])
+        busy = np.flatnonzero(np.diff(plan.work.worker_indptr[first : end + 1]) > 0)
+        used.append(len(busy))
+        if 0 < len(busy) < end - first:  # by twos, with as many idle pairs between them everywhere
+            assert busy[0] == 0 and (busy[1::2] == busy[::2][: len(busy[1::2])] + 1).all()
+            assert np.ptp(np.diff(busy[::2])) <= 2 and (busy[::2] % 2 == 0).all()
     assert used[0] == end - first >= used[1] > used[2] > used[3] == 0
+
+
+class Together:  # without assign_late
+    name = "together"
+
+    def assign(self, costs, num_workers):
+        return at.scheduler.assign.LPT().assign(costs, num_workers)
+
+
+def _beside(scheduler="lpt", decodes=400, keys=128):
+    """Decode steps of a machine of 10 multiprocessors beside two prompts, and the loads of its workers [share, multiprocessors]."""
+    sharing = plan_cases.Sharing(
+        workers=4, alone=3.0, warp=2.0, scattered=2.0, run=4, busy=1.0, merge=50.0, fold=5.0
+    )
+    machine = plan_cases.traits(40, leaf=64, team=(1, 0, 0.45), sharing=sharing)
+    team = replace(machine.teams[0], num_workers=10, beta_rows=0.0)
+    machine = replace(machine, teams=(team,))
+    index = plan_cases.paged([1] * decodes + [100] * 2, [keys] * decodes + [400] * 2)
+    plan = make_plan(plan_cases.spec(qo_heads=8, kv_heads=4, right=0), index, machine, scheduler=scheduler)
+    verify_plan(plan)
+    at_worker = plan.work.worker_indptr
+    costs = [plan.work["cost"][at_worker[w] : at_worker[w + 1]].sum() for w in range(machine.all_workers)]
+    return np.reshape(costs[:40], (4, 10)).sum(0), int(np.count_nonzero(costs[40:]))
+
+
+def test_workers_beside_a_team_have_more_where_it_leaves_multiprocessors():
+    """The first multiprocessors, all that a team leaves but one, have longer lists than those whose workers wait for its end, as
+    much more as they read meanwhile; a scheduler that knows nothing of it gives all the same."""
+    loads, busy = _beside()
+    early = 10 - busy - 1
+    assert early == 4
+    assert loads[:early].min() > 1.5 * loads[early:].max()
+    even, _ = _beside(Together())
+    assert even.max() < 1.5 * even.min() and even.sum() == loads.sum()
+
+
+def test_workers_beside_a_long_team_have_even_shares():
+    """Where a team leaves less than a third of the multiprocessors, their workers come and go several times meanwhile."""
+    loads, busy = _beside(decodes=300)
+    assert 0 < 3 * (10 - busy - 1) < 10
+    assert loads.max() <= 2 * loads.min()
 
 
 def test_few_items_of_a_team_are_cut_by_what_ends_first():

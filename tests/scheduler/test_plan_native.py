@@ -122,6 +122,30 @@ def test_same_plans_of_shared_prefixes_and_drafts(both, kv_heads):
     assert len(both) == 36
 
 
+def test_same_plans_of_mixed_batches(both):
+    """Prompts beside decode steps on an H200: workers that begin late, a team's workers spread over the machine."""
+    rng = np.random.default_rng(11)
+    staggered = 0
+    for kv_heads in (8, 2):
+        spec = AttentionSpec(num_qo_heads=32, num_kv_heads=kv_heads, head_dim=128, q_dtype="bfloat16")
+        traits = traits_for(spec, 132, "batch", hopper=True)
+        for prompts, length, decodes, keys in (
+            (2, 2048, 128, 2048),
+            (1, 1024, 64, 4096),
+            (4, 3000, 64, 3000),
+            (1, 900, 40, 9000),
+            (6, 500, 7, 700),
+        ):
+            for low in (1.0, 0.1):
+                lengths = rng.integers(int(low * length), length + 1, prompts)
+                others = rng.integers(int(low * keys), keys + 1, decodes)
+                index = plan_cases.paged([*lengths, *[1] * decodes], [*lengths, *others], 16)
+                plan = make_plan(plan_cases.spec(32, kv_heads, right=0, head_dim=128), index, traits)
+                loads = np.diff(plan.work.worker_indptr[: 4 * 132 + 1]).reshape(4, 132).sum(0)
+                staggered += int(loads[:20].sum() > 2 * loads[-20:].sum() > 0)
+    assert len(both) == 20 and staggered >= 5
+
+
 def test_costs_that_are_no_dyadic_numbers(both):
     rng = np.random.default_rng(5)
     index = plan_cases.paged(np.ones(200, np.int32), rng.integers(1, 9000, 200), 16)

@@ -137,10 +137,11 @@ class DecodeKeys : public DecodeJoin<Config, Variant> {
     return ring_ + stage_ * L::kStageBytes + swizzled<L::kRowBytes>(row, chunk);
   }
 
-  // This lane's share of a row, all of it or (there being no row) zeros.
+  // This lane's share of a row, all of it or (there being no row) zeros. Of the keys of a step nobody reads any twice,
+  // but where pages are shared and the plan knows nothing of it.
   __device__ __forceinline__ static void copy_row(unsigned to, const char* src, bool there = true) {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) ptx::cp_async16(to + i * (64 * 128), src + i * 128, there ? 16 : 0);
+    for (int i = 0; i < kPieces; ++i) ptx::cp_async16_once(to + i * (64 * 128), src + i * 128, there ? 16 : 0);
   }
 
   // Four runs of 16 tokens; lanes `lane` onward have where they begin.
