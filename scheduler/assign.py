@@ -7,8 +7,8 @@ A scheduler is any object with ``assign(costs, num_workers) -> (order, worker_in
 - ``split(keys, num_workers) -> float``: the longest run in keys x KV heads, given keys x KV heads of every query tile
   (float64 [tiles]); ``inf`` never cuts. Without it runs are cut by Algorithm 1;
 - ``split_heads = False``: items keep all KV heads of their list;
-- ``assign_late(costs, begins)``: called instead of ``assign`` where some workers begin later than others, with what the early ones
-  have done by the time that each begins (float64 [num_workers], in costs); without it all count as beginning together;
+- ``assign_late(costs, begins)``: called instead of ``assign`` where some workers begin later than others, with what the early
+  ones have done by the time that each begins (float64 [num_workers], in costs); without it all count as beginning together;
 - ``assign_requests(requests, costs, num_workers)``: called instead of ``assign`` where it exists, with each item's request;
 - ``assign_sections(sections, costs, num_workers)``: the same for a machine whose team has sections (Team.section), with each
   item's section.

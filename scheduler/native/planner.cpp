@@ -296,8 +296,7 @@ void Planner::assign_lpt(const Crew& crew, Candidate& c) {
       sections[i] = int32_t((t.before + item.head * t.list_keys) / crew.traits->section);
     }
   }
-  const double makespan =
-      longest_first.assign(c.costs.get(), c.alike.data(), c.alike.size(), sections,
+  const double makespan = longest_first.assign(c.costs.get(), c.alike.data(), c.alike.size(), sections,
                                                crew.early ? crew.begins.data() : nullptr, c.count, crew.workers);
   c.time = costs.time(crew, c, longest_first, makespan);
   if (!longest_first.one_each()) return deal(crew, c, longest_first.order(), longest_first.worker_of());
@@ -333,7 +332,8 @@ void Planner::spread(const Crew& crew, Candidate& c) {
   if (busy == all) return;
   at_worker.assign(size_t(all), 0);
   for (int32_t i = 0; i < busy; ++i)
-    at_worker[size_t(i / 2 * (all / 2) / pairs * 2 + i % 2)] = c.worker_indptr[size_t(i) + 1] - c.worker_indptr[size_t(i)];
+    at_worker[size_t(i / 2 * (all / 2) / pairs * 2 + i % 2)] =
+        c.worker_indptr[size_t(i) + 1] - c.worker_indptr[size_t(i)];
   c.worker_indptr.resize(size_t(all) + 1);
   for (size_t w = 0; w < size_t(all); ++w) c.worker_indptr[w + 1] = c.worker_indptr[w] + at_worker[w];
 }

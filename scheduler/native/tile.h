@@ -81,8 +81,8 @@ struct Candidate {
 struct Crew {
   const attnrt_crew* traits = nullptr;
   int32_t workers = 0;  // that may have items
-  // Where some of them begin late (scheduler/costs.py): multiprocessors whose workers do not, 0: all begin together; the
-  // time when the others begin, what an early worker has done by then, and what each worker's load begins with.
+  // Where some of them begin late (scheduler/costs.py): multiprocessors whose workers do not, 0: all begin together;
+  // the time when the others begin, what an early worker has done by then, and what each worker's load begins with.
   int32_t early = 0;
   double late_at = 0.0, ahead = 0.0;
   std::vector<double> begins;

@@ -304,7 +304,7 @@ class Together:  # without assign_late
 
 
 def _beside(scheduler="lpt", decodes=400, keys=128):
-    """Decode steps of a machine of 10 multiprocessors beside two prompts, and the loads of its workers [share, multiprocessors]."""
+    """Decode steps of a machine of 10 multiprocessors beside two prompts: loads of these, and workers that prompts have."""
     sharing = plan_cases.Sharing(
         workers=4, alone=3.0, warp=2.0, scattered=2.0, run=4, busy=1.0, merge=50.0, fold=5.0
     )
