@@ -146,15 +146,13 @@ class Team:
         Time of one unit of its costs, in units of the traits' costs.
     overlap : float
         0: it has the machine to itself. Else its kernel runs beside those of the crews before it, which want memory where it
-        wants arithmetic: it leaves workers without items, on whose multiprocessors the others run meanwhile, and so large a part
-        of the machine as this is enough for them to keep memory busy.
+        wants arithmetic: it leaves workers without items, on whose multiprocessors the others run meanwhile. A multiprocessor
+        there reads what all of them could, divided by this part of them, until memory is busy.
     again : float
         Cost of second items: of workers that have to start once more.
     stored, folded : float
         Cost of the end of a leaf whose state is stored, and of one that is folded: items get equal costs where they are cut, and
         not equal numbers of keys. 0: ends cost nothing.
-    beside : float
-        What stands for ``fixed`` where workers are left to the others (``overlap``); 0: ``fixed`` itself.
     tile : int
         Costs count keys by so many: a kernel multiplies whole tiles, which lie at multiples of their size. 0: one by one.
     sizes : tuple of (int, int)
@@ -177,7 +175,6 @@ class Team:
     again: float = 0.0
     stored: float = 0.0
     folded: float = 0.0
-    beside: float = 0.0
     tile: int = 0
     sizes: tuple[tuple[int, int], ...] = ()
 

@@ -24,7 +24,9 @@ __all__ = [
     "Crew",
     "Run",
     "folds",
+    "item_time",
     "least",
+    "one_head",
     "score",
     "time_of",
     "total",
@@ -121,14 +123,14 @@ class Candidate:
     time: float = 0.0
 
 
-def whole_cost(problem: Problem, crew: Crew, beside: bool = True) -> float:
-    """Cost of a crew's tiles without a cut; ``beside`` the other crews."""
-    fixed = getattr(crew.traits, "beside", 0.0) if beside else 0.0
-    more = fixed - crew.traits.fixed if fixed else 0.0
-    return total(
-        tile.heads * (unit_cost(problem, crew, tile, whole_run(tile), folds(problem, tile)) + more)
-        for tile in crew.tiles
-    )
+def whole_cost(problem: Problem, crew: Crew) -> float:
+    """Cost of a crew's tiles without a cut."""
+    return total(tile.heads * one_head(problem, crew, tile) for tile in crew.tiles)
+
+
+def one_head(problem: Problem, crew: Crew, tile: Tile) -> float:
+    """Cost of a tile without a cut for one KV head."""
+    return unit_cost(problem, crew, tile, whole_run(tile), folds(problem, tile))
 
 
 def whole_run(tile: Tile) -> Run:
@@ -200,6 +202,13 @@ def time_of(problem: Problem, crew: Crew, mean: float, loads: list[float]) -> fl
         slowest = max(loads) / _rate(problem, sharing, sharing.workers, False)
         return crew.begin + max(mean - crew.begin, busiest * crew.begin / crew.ahead, slowest)
     return max(mean + sharing.busy * (busiest - mean), slowest)
+
+
+def item_time(problem: Problem, crew: Crew, cost: float) -> float:
+    """When an item that a late worker begins with has ended; where all begin together, its cost."""
+    if not crew.early or crew.sharing is None:
+        return cost
+    return crew.begin + cost / _rate(problem, crew.sharing, crew.sharing.workers, False)
 
 
 def total(values: Iterable[float]) -> float:

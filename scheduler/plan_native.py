@@ -124,7 +124,7 @@ def _traits_struct(traits: Traits) -> Any:
         own.busy, own.again, own.merge, own.fold = sharing.busy, sharing.again, sharing.merge, sharing.fold
     for team, out in zip(traits.teams, struct.crews[1 : len(crews)], strict=True):
         out.section, out.first_class, out.rows = team.section, team.first_class, team.rows
-        out.unit, out.overlap, out.beside = team.unit, team.overlap, team.beside
+        out.unit, out.overlap = team.unit, team.overlap
         out.again, out.tile, out.num_sizes = team.again, team.tile, len(team.sizes)
         for i, (rows, cost) in enumerate(team.sizes):
             out.size_rows[i], out.size_cost[i] = rows, cost

@@ -18,13 +18,15 @@ import numpy as np
 
 from attnrt.errors import LimitError, PlanError
 from attnrt.scheduler.assign import LPT, check_assignment, gathered, split_limit, spread
-from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, WorkList
+from attnrt.scheduler.base import DIRECT, MERGE_FIELDS, WORK_FIELDS, MergeList, Team, WorkList
 from attnrt.scheduler.costs import (
     BESIDE,
     Candidate,
     Crew,
     Run,
+    item_time,
     least,
+    one_head,
     score,
     time_of,
     total,
@@ -61,7 +63,7 @@ TAKEN = 1
 
 #: Workers have uneven shares where so many times the multiprocessors that a team leaves are all there are. With fewer, their
 #: workers come and go several times meanwhile, which evens out by itself.
-WAVES = 3
+WAVES = 4
 
 #: Of what all multiprocessors read, half of them and more read so much, and of the rest their part.
 MEMORY = 0.6
@@ -139,29 +141,46 @@ def _crews(problem: Problem, tiles: list[Tile]) -> list[Crew]:
 def _overlap(problem: Problem, crews: list[Crew]) -> None:
     """How many workers of the last team have items, so that the others' kernels run beside it: the fewest with the least time.
 
-    The team alone takes ``work / workers``; meanwhile the others run at the rate of the multiprocessors that it leaves them, as
-    far as memory allows, and then alone.
+    Meanwhile the others read as the multiprocessors that it leaves them can, then at the rate of all.
     """
     last = crews[-1].traits
     if len(crews) < 2 or last.overlap <= 0.0:
         return
-    mine, work = 0.0, whole_cost(problem, crews[-1]) * last.unit
+    mine, ends = 0.0, _ends(problem, crews[-1])
     for i, crew in enumerate(crews[:-1]):
         unit = crew.traits.unit if i else 1.0
         mine = mine + whole_cost(problem, crew) * unit / crew.traits.num_workers
-    if mine <= 0.0 or work <= 0.0:
+    if mine <= 0.0 or not ends:
         return
     best = math.inf
-    for workers in range(1, last.num_workers + 1):
-        alone = work / workers
-        done = alone * min(1.0, (last.num_workers - workers) / (last.overlap * last.num_workers))
+    for workers, alone in enumerate(ends, 1):
+        done = alone * _reading(last, last.num_workers - workers - TAKEN)
         end = alone if mine <= done else alone + (mine - done)
         if end < best:
             best, crews[-1].workers = end, workers
-    _stagger(problem, crews)
+    _stagger(problem, crews, ends[crews[-1].workers - 1])
 
 
-def _stagger(problem: Problem, crews: list[Crew]) -> None:
+def _ends(problem: Problem, team: Crew) -> list[float]:
+    """When a team ends at best, by its workers: some worker has as many items as all have in the mean, rounded up."""
+    costs: list[float] = []
+    for tile in team.tiles:
+        costs.extend([one_head(problem, team, tile) * team.traits.unit] * tile.heads)
+    costs.sort()
+    sums = [0.0, *itertools.accumulate(costs)]
+    if not sums[-1] > 0.0:
+        return []
+    count, longest = len(costs), costs[-1]
+    return [max(sums[-1] / k, sums[-(-count // k)], longest) for k in range(1, team.traits.num_workers + 1)]
+
+
+def _reading(team: Team, multiprocessors: int) -> float:
+    """Part of what the whole machine reads that so many multiprocessors read beside a team."""
+    part = max(0, multiprocessors) / team.num_workers
+    return min(part / team.overlap, MEMORY + (1.0 - MEMORY) * part)
+
+
+def _stagger(problem: Problem, crews: list[Crew], alone: float) -> None:
     """The machine's own workers begin on the multiprocessors that the last team leaves, in order, and on others as these come
     free: where many are left, when the team has ended. An even share of the work would be too much for those that begin then."""
     own, last, sharing = crews[0], crews[-1], crews[0].sharing
@@ -175,9 +194,8 @@ def _stagger(problem: Problem, crews: list[Crew]) -> None:
     early = count - last.workers - TAKEN
     if early * WAVES < count or own.workers % sharing.workers or last.traits.num_workers != count:
         return
-    own.early = early
-    own.begin = whole_cost(problem, last, beside=False) * last.traits.unit / last.workers
-    own.ahead = own.begin * min(MEMORY * count / early + (1.0 - MEMORY), 1.0 / last.traits.overlap)
+    own.early, own.begin = early, alone
+    own.ahead = alone * _reading(last.traits, early) * count / early
 
 
 def _sections(problem: Problem, tiles: list[Tile], size: int) -> dict[tuple[int, int, int], int]:
@@ -225,7 +243,7 @@ def _best(problem: Problem, crew: Crew, first_slot: int, max_slots: int) -> Cand
     for n in divisors:
         width = heads // n
         candidate = _candidate(problem, crew, width, limit, room)
-        if n < divisors[-1] and candidate.longest > GOOD_BALANCE * candidate.mean:
+        if n < divisors[-1] and item_time(problem, crew, candidate.longest) > GOOD_BALANCE * candidate.mean:
             continue  # one item alone is too long: fewer heads per item must be better
         _assign(problem, crew, candidate)
         best = (

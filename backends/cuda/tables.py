@@ -181,9 +181,8 @@ APPEND_ROWS = 2048
 #: K and V that the Hopper kernel's workers read at one time: what stays in an H200's second-level cache beside the Q and the
 #: results that pass through it (measured: performance.md).
 SECTION_BYTES = 8 << 20
-#: Keys that a pass of the Hopper kernel costs beside its own, alone and where the decode kernel runs meanwhile (measured:
-#: performance.md).
-PASS_KEYS, PASS_KEYS_BESIDE = 192.0, 400.0
+#: Keys that a pass of the Hopper kernel costs beside its own (measured: performance.md).
+PASS_KEYS = 192.0
 #: What a key costs a pass of one, two or three warpgroups of a kernel that has three (measured: performance.md; one by estimate).
 SIZES = ((64, 75), (128, 105), (192, 124))
 
@@ -209,9 +208,13 @@ def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
     return replace(found, rewrites=True) if spec.head_dim_vo <= 128 else None
 
 
-#: FLOP and bytes per second that the Hopper and the decode kernel reach on an H200, and seconds that one more kernel in a run
-#: costs (performance.md).
-FLOPS, BYTES, LAUNCH = 600e12, 4.4e12, 5e-6
+#: FLOP per second in whole tiles of the Hopper kernel and bytes per second of the decode kernel on an H200, and seconds that one
+#: more kernel in a run costs (performance.md).
+FLOPS, BYTES, LAUNCH = 667e12, 4.4e12, 5e-6
+
+#: Part of the multiprocessors that would read all that memory gives, if each read what it can beside the Hopper kernel
+#: (performance.md, E22).
+OVERLAP = 0.55
 
 #: The decode kernel's workers (performance.md, E11, E17): times its share that one reads at most, at 512 bytes a key, that one
 #: loading warp brings, and that it brings from blocks that are no runs of 16 tokens; how much uneven multiprocessors count;
@@ -270,9 +273,7 @@ def _wide_team(team: Team, tile: TileConfig | None, beta_rows: float) -> Team:
 def _beside_decode(team: Team, spec: AttentionSpec, config: HopperConfig, key_bytes: int) -> Team:
     """The Hopper kernel's crew where the decode kernel runs beside it: what a key of a pass costs of one that a worker reads."""
     multiply = 2.0 * config.rows * (spec.head_dim + spec.head_dim_vo) / FLOPS
-    return replace(
-        team, unit=multiply / (key_bytes * DECODE_GROUPS / BYTES), overlap=0.45, beside=PASS_KEYS_BESIDE
-    )
+    return replace(team, unit=multiply / (key_bytes * DECODE_GROUPS / BYTES), overlap=OVERLAP)
 
 
 def _sharing(spec: AttentionSpec, key_bytes: int, unit: float) -> Sharing:

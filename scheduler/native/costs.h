@@ -49,12 +49,10 @@ class Costs {
     return unit(crew, t, keys) + ends * double(run.leaf_end - run.leaf_begin);
   }
 
-  // All tiles of a crew, uncut; `beside` the other crews.
-  double whole(const Crew& crew, const std::vector<Tile>& tiles, bool beside = true) const {
-    const attnrt_crew& cost = *crew.traits;
-    const double more = beside && cost.beside != 0.0 ? cost.beside - cost.fixed : 0.0;
+  // All tiles of a crew, uncut.
+  double whole(const Crew& crew, const std::vector<Tile>& tiles) const {
     double sum = 0.0;
-    for (size_t i = crew.begin; i < crew.end; ++i) sum += tiles[i].heads() * (unit(crew, tiles[i], tiles[i]) + more);
+    for (size_t i = crew.begin; i < crew.end; ++i) sum += tiles[i].heads() * unit(crew, tiles[i], tiles[i]);
     return sum;
   }
 
@@ -89,6 +87,11 @@ class Costs {
       return crew.late_at + std::max({c.mean - crew.late_at, busiest * crew.late_at / crew.ahead, slowest});
     }
     return std::max(c.mean + crew.traits->busy * (busiest - c.mean), slowest);
+  }
+
+  // When an item that a late worker begins with has ended; where all begin together, its cost.
+  double item_time(const Crew& crew, double cost) const {
+    return crew.early ? crew.late_at + cost / rate(crew, crew.traits->share, false) : cost;
   }
 
   // Of merges, and of second items.
@@ -161,7 +164,7 @@ class Extent {
     const Run first = {t.kv_begin, next ? int32_t(ruler.start(next)) : t.kv_end, t.leaf_begin, next, 0, t.fold};
     if (next) least = std::min(least, costs.unit(crew, t, first));
     const double cuts = std::min(by_leaves, by_keys * heads / limit);
-    return step * least > (kGoodBalance + 1e-6) * crew.mean(whole + cuts);
+    return costs.item_time(crew, step * least) > (kGoodBalance + 1e-6) * crew.mean(whole + cuts);
   }
 
  private:

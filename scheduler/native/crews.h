@@ -6,13 +6,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "costs.h"
 #include "tile.h"
 
 // Workers that begin late (scheduler/plan_python.py).
-constexpr int32_t kTaken = 1, kWaves = 3;
+constexpr int32_t kTaken = 1, kWaves = 4;
 constexpr double kMemory = 0.6;
 
 class Crews {
@@ -29,12 +30,17 @@ class Crews {
   int crew_of(const Tile& tile) const;
   void find_sections(const Crew& crew, std::vector<Tile>& tiles) const;
   void overlap(const Costs& costs, const std::vector<Tile>& tiles);
-  void stagger(const Costs& costs, const std::vector<Tile>& tiles);
+  void find_ends(const Costs& costs, const Crew& team, const std::vector<Tile>& tiles);
+  static double reading(const attnrt_crew& team, int32_t multiprocessors);
+  void stagger(double alone);
 
   const attnrt_problem* pr = nullptr;
   const attnrt_traits* tr = nullptr;
   Crew crews[3];
   int count = 0;
+  std::vector<double> ends;  // of the last team, by its workers
+  std::vector<double> sums;  // of its cheapest items
+  std::vector<std::pair<double, int32_t>> alike;
 };
 
 inline int Crews::crew_of(const Tile& t) const {
@@ -81,25 +87,45 @@ inline void Crews::overlap(const Costs& costs, const std::vector<Tile>& tiles) {
   crews[0].early = 0, crews[0].late_at = 0.0;
   Crew& last = crews[count - 1];
   const attnrt_crew& team = *last.traits;
-  if (count < 2 || team.overlap <= 0.0) return;
-  const double work = costs.whole(last, tiles) * team.unit;
-  if (work <= 0.0) return;
+  if (count < 2 || team.overlap <= 0.0 || last.begin == last.end) return;
   double mine = 0.0;
   for (int k = 0; k + 1 < count; ++k)
     mine = mine + costs.whole(crews[k], tiles) * tr->crews[k].unit / tr->crews[k].num_workers;
   if (mine <= 0.0) return;
+  find_ends(costs, last, tiles);
   double best = std::numeric_limits<double>::infinity();
-  for (int32_t workers = 1; workers <= team.num_workers; ++workers) {
-    const double alone = work / workers;
-    const double done = alone * std::min(1.0, double(team.num_workers - workers) / (team.overlap * team.num_workers));
+  for (int32_t workers = 1; workers <= int32_t(ends.size()); ++workers) {
+    const double alone = ends[size_t(workers) - 1];
+    const double done = alone * reading(team, team.num_workers - workers - kTaken);
     const double end = mine <= done ? alone : alone + (mine - done);
     if (end < best) best = end, last.workers = workers;
   }
-  if (pr->mode == 0) stagger(costs, tiles);
+  if (pr->mode == 0 && !ends.empty()) stagger(ends[size_t(last.workers) - 1]);
+}
+
+// When a team ends at best, by its workers: some worker has as many items as all have in the mean, rounded up.
+inline void Crews::find_ends(const Costs& costs, const Crew& team, const std::vector<Tile>& tiles) {
+  alike.clear(), ends.clear();
+  for (size_t i = team.begin; i < team.end; ++i)
+    alike.push_back({costs.unit(team, tiles[i], tiles[i]) * team.traits->unit, tiles[i].heads()});
+  std::sort(alike.begin(), alike.end());
+  sums.assign(1, 0.0);
+  for (const auto& [cost, heads] : alike)
+    for (int32_t head = 0; head < heads; ++head) sums.push_back(sums.back() + cost);
+  if (!(sums.back() > 0.0)) return;
+  const size_t items = sums.size() - 1;
+  for (size_t k = 1; k <= size_t(team.traits->num_workers); ++k)
+    ends.push_back(std::max({sums.back() / double(k), sums[(items + k - 1) / k], alike.back().first}));
+}
+
+// Part of what the whole machine reads that so many multiprocessors read beside a team.
+inline double Crews::reading(const attnrt_crew& team, int32_t multiprocessors) {
+  const double part = double(std::max(0, multiprocessors)) / team.num_workers;
+  return std::min(part / team.overlap, kMemory + (1.0 - kMemory) * part);
 }
 
 // The machine's own workers begin on the multiprocessors that the last team leaves, and on others as these come free.
-inline void Crews::stagger(const Costs& costs, const std::vector<Tile>& tiles) {
+inline void Crews::stagger(double alone) {
   Crew &own = crews[0], &last = crews[count - 1];
   const int32_t share = own.traits->share;
   if (!share || own.workers % share || last.traits->num_workers != own.workers / share) return;
@@ -108,8 +134,8 @@ inline void Crews::stagger(const Costs& costs, const std::vector<Tile>& tiles) {
   const int32_t together = own.workers / share, early = together - last.workers - kTaken;
   if (early * kWaves < together) return;
   own.early = early;
-  own.late_at = costs.whole(last, tiles, false) * last.traits->unit / last.workers;
-  own.ahead = own.late_at * std::min(kMemory * together / early + (1.0 - kMemory), 1.0 / last.traits->overlap);
+  own.late_at = alone;
+  own.ahead = alone * reading(*last.traits, early) * together / early;
   own.begins.resize(size_t(own.workers));
   for (int32_t w = 0; w < own.workers; ++w) own.begins[size_t(w)] = w % together < early ? 0.0 : own.ahead;
 }

@@ -401,7 +401,7 @@ void Planner::best_candidate(Crew& crew) {
     if (n < most && extent.too_long(costs, crew, found.rulers, width, limit)) continue;
     Candidate& c = *crew.next;
     weigh(crew, c, width, {limit});
-    if (n < most && c.longest > kGoodBalance * c.mean) continue;
+    if (n < most && costs.item_time(crew, c.longest) > kGoodBalance * c.mean) continue;
     list_items(crew, c);
     if (lpt)
       assign_lpt(crew, c);

@@ -50,7 +50,7 @@ typedef struct {
 // Workers that share a kernel, and their costs.
 typedef struct {
   double alpha, beta, beta_rows, fixed;
-  double unit, overlap, beside;
+  double unit, overlap;
   double alone, warp, scattered, busy, again, merge, fold;
   double stored, folded;  // of ends of leaves
   int64_t section;        // keys times KV heads of a section, 0: none

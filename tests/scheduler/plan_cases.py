@@ -63,7 +63,7 @@ def traits(workers=3, leaf=32, q_tile=16, team=None, wide=None, sizes=(), ends=(
             "tile": 8 if section else 0,
             "sizes": sizes,
         }
-        own |= {"unit": 0.75, "overlap": overlap[0], "beside": 9.5 if section else 0.0} if overlap else {}
+        own |= {"unit": 0.75, "overlap": overlap[0]} if overlap else {}
         teams.append(Team(name="team", first_class=first, **own))
     numbers["teams"] = tuple(teams)
     return Traits(name="test", num_workers=workers, classes=classes, **numbers)

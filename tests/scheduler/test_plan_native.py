@@ -141,7 +141,8 @@ def test_same_plans_of_mixed_batches(both):
                 others = rng.integers(int(low * keys), keys + 1, decodes)
                 index = plan_cases.paged([*lengths, *[1] * decodes], [*lengths, *others], 16)
                 plan = make_plan(plan_cases.spec(32, kv_heads, right=0, head_dim=128), index, traits)
-                loads = np.diff(plan.work.worker_indptr[: 4 * 132 + 1]).reshape(4, 132).sum(0)
+                items = np.concatenate([[0], np.cumsum(plan.work["cost"], dtype=np.int64)])
+                loads = np.diff(items[plan.work.worker_indptr[: 4 * 132 + 1]]).reshape(4, 132).sum(0)
                 staggered += int(loads[:20].sum() > 2 * loads[-20:].sum() > 0)
     assert len(both) == 20 and staggered >= 5
 
