@@ -23,7 +23,9 @@ class HopperBoxes : public HopperPasses<Config, Variant, Loading::boxes> {
   static constexpr int kArrivalsQ = ptx::kWarpArrivals;
   static constexpr int kArrivalsHalf = ptx::kWarpArrivals;
   static constexpr int kArrivalsK = 1 + ptx::kWarpArrivals;
-  static constexpr int kArrivalsV = 1;
+  // V has no table, so that its elected thread speaks for the warp, except to a tool that looks for every lane's arrival.
+  static constexpr bool kEveryLane = ptx::kWarpArrivals > 1;
+  static constexpr int kArrivalsV = 1 + (kEveryLane ? ptx::kWarpArrivals : 0);
   static constexpr bool kConsumersFence = false;
 
   using Base::Base;
@@ -142,9 +144,8 @@ class HopperBoxes : public HopperPasses<Config, Variant, Loading::boxes> {
         clear_rows(dst, from, to);
         ptx::fence_proxy_async();
       }
-      if (!values) {
-        ptx::mbar_arrive_warp(full + stage * 8, lane_);
-      } else if (patched) {  // the boxes arrived elsewhere: one arrival stands for them
+      if (!values || kEveryLane) ptx::mbar_arrive_warp(full + stage * 8, lane_);
+      if (patched) {  // the boxes arrived elsewhere: one arrival stands for them
         __syncwarp();
         if (lane_ == 0) ptx::mbar_arrive(full + stage * 8);
       }
