@@ -350,7 +350,8 @@ def attention(
     if spec is None:
         spec = _spec_of(q_view, kv)
     attn = Attention(spec, backend=backend, device=q_view.device)
-    attn.plan(index)
+    # On the stream that run() takes for these arrays, there being more than one framework's perhaps.
+    attn.plan(index, stream=None if attn.device.kind == "cpu" else attn._runtime.ops.stream(None, q_view))
     return attn.run(q, kv, return_lse=return_lse, sm_scale=sm_scale, **variant_args)
 
 

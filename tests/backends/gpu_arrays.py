@@ -101,8 +101,10 @@ class World:
 
     def fresh(self, backend: str, index: Any, **attention: Any) -> testing.Result:
         """What an attention of its own gives, eagerly, checked against float64."""
+        import torch
+
         attn = at.Attention(self.spec, backend=backend, device="cuda", **attention)
-        plan = attn.plan(index)
+        plan = attn.plan(index, stream=torch.cuda.current_stream())  # CuPy may be loaded by another test
         out, lse = self.results(plan.num_rows)
         if plan.num_rows == 0:
             return testing.Result(out=to_host(out), lse=to_host(lse))

@@ -36,7 +36,7 @@ def test_torch(world, answer):
     q = world.gpu_q[: index.num_qo]
     attn = at.Attention(world.spec)  # auto: the GPU is there
     assert (attn.backend, str(attn.device)) == ("nvrtc", "cuda:0")
-    attn.plan(index)
+    attn.plan(index, stream=torch.cuda.current_stream())  # CuPy may be loaded by another test
     side = torch.cuda.Stream()
     for stream in (torch.cuda.current_stream(), side):
         with torch.cuda.stream(stream):
@@ -81,8 +81,11 @@ def test_torch_and_cupy_together(world, answer):
     with pytest.raises(at.ArgumentError, match="torch and cupy are both loaded"):
         attn.plan(index)
     attn.plan(index, stream=torch.cuda.current_stream())
-    out, lse = attn.run(world.gpu_q[: index.num_qo], world.gpu_kv, return_lse=True)
+    q = world.gpu_q[: index.num_qo]
+    out, lse = attn.run(q, world.gpu_kv, return_lse=True)
     testing.same(want, testing.Result(out=to_host(out), lse=to_host(lse)), "two frameworks")
+    out, lse = at.attention(q, world.gpu_kv, index, return_lse=True)  # which has its stream from q
+    testing.same(want, testing.Result(out=to_host(out), lse=to_host(lse)), "one call")
 
 
 JAX = """

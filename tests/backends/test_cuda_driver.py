@@ -183,6 +183,28 @@ assert recorded and lines.index(f"wait 5 {recorded[0]}") < copied[0]
 """)
 
 
+def test_one_call_takes_the_stream_of_its_arrays(fake):
+    """torch and CuPy are both loaded: what plans for the call is enqueued where the call itself is."""
+    fake("""
+from types import ModuleType, SimpleNamespace
+from attnrt.tensor import TensorView, native
+torch = ModuleType("torch")
+torch.cuda = SimpleNamespace(is_available=lambda: True)
+torch._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda index: 7)
+torch.bfloat16, torch.device = "bfloat16", str
+torch.empty = lambda shape, dtype, device: at.empty(shape, dtype, device)
+sys.modules.update(torch=torch, cupy=ModuleType("cupy"))
+s = spec()
+q, kv, *_ = arrays(s, 4)
+mine = native.make(q.ptr, q.shape, q.strides, q.dtype, q.device, q, "torch", False, False)
+trace()
+at.attention(mine, kv, paged(), s, cuda)
+lines = trace()
+enqueued = [line for line in lines if line.split()[0] in ("copy", "record", "launch", "wait")]
+assert {line.split()[1] for line in enqueued} == {"7"} and any(line.startswith("launch") for line in enqueued), lines
+""")
+
+
 def test_capture(fake):
     fake("""
 import pytest
