@@ -286,6 +286,27 @@ CUDA_MUTANTS = (
         test="scheduler/test_plan_native.py -k drafts",
     ),
     Mutant(
+        name="workers that begin late begin with nothing",
+        file="scheduler/costs.py",
+        old="return [0.0 if worker % count < self.early else self.ahead for worker",
+        new="return [0.0 for worker",
+        test="scheduler/test_plan_native.py -k mixed_batches",
+    ),
+    Mutant(
+        name="a team's workers lie side by side",
+        file="scheduler/assign.py",
+        old="lengths[[i // 2 * (num_workers // 2) // pairs * 2 + i % 2 for i in range(busy)]]",
+        new="lengths[:busy]",
+        test="scheduler/test_assign.py -k spread_by_twos",
+    ),
+    Mutant(
+        name="one call plans on the stream of nobody",
+        file="attnrt/api.py",
+        old='stream=None if attn.device.kind == "cpu" else attn._runtime.ops.stream(None, q_view)',
+        new="stream=None",
+        test="backends/test_cuda_driver.py -k one_call",
+    ),
+    Mutant(
         name="a round for nothing leaves its maximum behind (wide)",
         file=KERNELS + "wide.cuh",
         old="        before = 0;\n        m[0] = m[1] = neg_inf();",

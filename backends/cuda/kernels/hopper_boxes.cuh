@@ -23,7 +23,8 @@ class HopperBoxes : public HopperPasses<Config, Variant, Loading::boxes> {
   static constexpr int kArrivalsQ = ptx::kWarpArrivals;
   static constexpr int kArrivalsHalf = ptx::kWarpArrivals;
   static constexpr int kArrivalsK = 1 + ptx::kWarpArrivals;
-  // V has no table, so that its elected thread speaks for the warp, except to a tool that looks for every lane's arrival.
+  // V has no table, so that its elected thread speaks for the warp, except to a tool that looks for every lane's
+  // arrival.
   static constexpr bool kEveryLane = ptx::kWarpArrivals > 1;
   static constexpr int kArrivalsV = 1 + (kEveryLane ? ptx::kWarpArrivals : 0);
   static constexpr bool kConsumersFence = false;
