@@ -12,7 +12,7 @@
 #include "costs.h"
 #include "tile.h"
 
-// Workers that begin late (scheduler/plan_python.py).
+// Workers that begin late (scheduler/crews.py).
 constexpr int32_t kTaken = 1, kWaves = 4;
 constexpr double kMemory = 0.6;
 
