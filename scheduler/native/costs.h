@@ -66,11 +66,10 @@ class Costs {
     const bool first_alone = assigned.one_each() && !crew.traits->section;
     const int32_t some = first_alone ? 1 : together;
     loads.assign(size_t(some), {});
+    const double ahead = crew.early ? crew.ahead : 0.0;  // what is left when the last ones begin
     for (int32_t first = 0; first < workers; first += together)
-      for (int32_t m = 0; m < some && first + m < workers; ++m) {
-        const double load = assigned.load(c.costs.get(), c.count, first + m);
-        loads[size_t(m)].add(crew.early ? std::max(0.0, load - crew.ahead) : load);
-      }
+      for (int32_t m = 0; m < some && first + m < workers; ++m)
+        loads[size_t(m)].add(std::max(0.0, assigned.load(c.costs.get(), c.count, first + m) - ahead));
     const bool spare = first_alone
                            ? int64_t(c.count) < together
                            : std::any_of(loads.begin(), loads.end(), [](const Load& own) { return own.busy == 0; });

@@ -105,17 +105,21 @@ inline void Crews::overlap(const Costs& costs, const std::vector<Tile>& tiles) {
 
 // When a team ends at best, by its workers: some worker has as many items as all have in the mean, rounded up.
 inline void Crews::find_ends(const Costs& costs, const Crew& team, const std::vector<Tile>& tiles) {
-  alike.clear(), ends.clear();
-  for (size_t i = team.begin; i < team.end; ++i)
-    alike.push_back({costs.unit(team, tiles[i], tiles[i]) * team.traits->unit, tiles[i].heads()});
+  alike.resize(team.end - team.begin);
+  size_t items = 0;
+  for (size_t i = team.begin; i < team.end; ++i) {
+    alike[i - team.begin] = {costs.unit(team, tiles[i], tiles[i]) * team.traits->unit, tiles[i].heads()};
+    items += size_t(tiles[i].heads());
+  }
   std::sort(alike.begin(), alike.end());
-  sums.assign(1, 0.0);
+  sums.resize(items + 1);
+  double sum = sums[0] = 0.0;
+  size_t n = 0;
   for (const auto& [cost, heads] : alike)
-    for (int32_t head = 0; head < heads; ++head) sums.push_back(sums.back() + cost);
-  if (!(sums.back() > 0.0)) return;
-  const size_t items = sums.size() - 1;
-  for (size_t k = 1; k <= size_t(team.traits->num_workers); ++k)
-    ends.push_back(std::max({sums.back() / double(k), sums[(items + k - 1) / k], alike.back().first}));
+    for (int32_t head = 0; head < heads; ++head) sums[++n] = sum += cost;
+  ends.resize(sum > 0.0 ? size_t(team.traits->num_workers) : 0);
+  for (size_t k = 1; k <= ends.size(); ++k)
+    ends[k - 1] = std::max({sum / double(k), sums[(items + k - 1) / k], alike.back().first});
 }
 
 // Part of what the whole machine reads that so many multiprocessors read beside a team.

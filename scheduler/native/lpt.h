@@ -42,10 +42,10 @@ class LongestFirst {
     int32_t* who = who_.need(size_t(leaves) * 2);
     const size_t ahead = positive ? std::min(n, size_t(workers)) : 0;
     for (int32_t w = 0; w < leaves; ++w) {
-      const double begin = begins && w < workers ? begins[w] : 0.0;
-      load[leaves + w] = bits_of(w < workers ? begin : std::numeric_limits<double>::infinity());
+      load[leaves + w] = w < workers ? 0 : bits_of(std::numeric_limits<double>::infinity());
       who[leaves + w] = w;
     }
+    for (int32_t w = 0; begins && w < workers; ++w) load[leaves + w] = bits_of(begins[w]);
     for (size_t i = 0; i < ahead; ++i) {
       worker_at[i] = int32_t(i);
       load[size_t(leaves) + i] = bits_of(0.0 + costs[in_order[i]]);
