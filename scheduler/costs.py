@@ -193,14 +193,14 @@ def time_of(problem: Problem, crew: Crew, mean: float, loads: list[float]) -> fl
         loads = [max(0.0, load - crew.ahead) for load in loads]  # what is left when the last ones begin
     count = -(-len(loads) // sharing.workers)
     of = [loads[m::count] for m in range(count)]  # each multiprocessor's
-    busy = [sum(load > 0.0 for load in own) for own in of]
-    rates = [_rate(problem, sharing, n, 0 in busy) if n else math.inf for n in busy]
-    slowest = max((max(own) / rate for own, rate in zip(of, rates, strict=True)), default=0.0)
     busiest = max(map(total, of), default=0.0) / sharing.workers
     if crew.early:
         # A loading warp loads for one worker here, and a multiprocessor reads as the early ones do.
         slowest = max(loads) / _rate(problem, sharing, sharing.workers, False)
         return crew.begin + max(mean - crew.begin, busiest * crew.begin / crew.ahead, slowest)
+    busy = [sum(load > 0.0 for load in own) for own in of]
+    rates = [_rate(problem, sharing, n, 0 in busy) if n else math.inf for n in busy]
+    slowest = max((max(own) / rate for own, rate in zip(of, rates, strict=True)), default=0.0)
     return max(mean + sharing.busy * (busiest - mean), slowest)
 
 
