@@ -53,7 +53,8 @@ def read_rows(runtime: Runtime, x: Any, label: str, dim: int) -> TensorView:
     if x is None:
         raise ArgumentError(label, f"must be [rows, {spec.num_kv_heads}, {dim}]", "None")
     found = view(x)
-    dtype = rules.kv_dtype if found.dtype is rules.kv_dtype else rules.q_dtype
+    taken = (rules.kv_dtype, rules.out_dtype)
+    dtype = found.dtype if any(found.dtype is one for one in taken) else rules.q_dtype
     found = as_view(x, label, dtype, runtime.device)
     if len(found.shape) != 3 or found.shape[1:] != (spec.num_kv_heads, dim):
         raise ArgumentError(label, f"must be [rows, {spec.num_kv_heads}, {dim}]", list(found.shape))

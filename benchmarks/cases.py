@@ -50,8 +50,15 @@ class Case:
         self.q = torch.randn(int(self.qo_indptr[-1]), shape.heads, shape.head_dim, **on)
         self.k = torch.randn(*tokens, shape.kv_heads, shape.head_dim, **on)
         self.v = torch.randn(*tokens, shape.kv_heads, shape.dim_vo, **on)
+        if shape.q_dtype != "bfloat16":
+            self.q = self.q.to(DTYPES[shape.q_dtype])
         if shape.kv_dtype != "bfloat16":
             self.k, self.v = (x.to(DTYPES[shape.kv_dtype]) for x in (self.k, self.v))
+
+    def new_out(self) -> torch.Tensor:
+        """Memory for a result, in bfloat16 as of every provider."""
+        rows = (len(self.q), self.heads, self.shape.dim_vo)
+        return torch.empty(rows, device=self.device, dtype=torch.bfloat16)
 
     def _pages(self, shape: Shape) -> tuple[np.ndarray, np.ndarray, int]:
         """Pages of every request, placed at random, and how many the pool has (tokens, without pages)."""

@@ -60,7 +60,7 @@ def ready(case: Case, index: Any, limits: at.Limits | None) -> Callable[[], Any]
         specs.spec_of(case.shape, "NHD"), backend=specs.BACKEND, device=specs.DEVICE, limits=limits
     )
     attn.plan(index)
-    out = case.q.new_empty(len(case.q), case.heads, case.shape.dim_vo)
+    out = case.new_out()
     return lambda: attn.run(case.q, (case.k, case.v), out=out)
 
 

@@ -112,7 +112,7 @@ class Ours:
             deterministic=self.mode,
         )
         attn.plan(index)
-        out, kv = case.q.new_empty(len(case.q), case.heads, case.shape.dim_vo), self.kv(case)
+        out, kv = case.new_out(), self.kv(case)
         return Ready(run=lambda: attn.run(case.q, kv, out=out), out=out, keep=(attn, kv))
 
 
@@ -177,7 +177,7 @@ class OursGathered(Ours):
         )
         v = None if lies else case.q.new_empty(len(slots), case.kv_heads, shape.dim_vo)
         values = case.v if lies else v
-        out = case.q.new_empty(len(case.q), case.heads, shape.dim_vo)
+        out = case.new_out()
 
         def run() -> None:
             cache.gather((case.k, case.v), slots, k, v, **more)

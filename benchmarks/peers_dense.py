@@ -206,7 +206,7 @@ class FlashInferRagged(FlashInfer):
             kv_data_type=case.k.dtype,
             **more,
         )
-        out = case.q.new_empty(len(case.q), case.heads, shape.dim_vo)
+        out = case.new_out()
         return Ready(run=lambda: wrapper.run(case.q, case.k, case.v, out=out), out=out, keep=wrapper)
 
 

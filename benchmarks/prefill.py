@@ -10,6 +10,7 @@ prefill.jsonl, .md and .svg.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,16 @@ def paged() -> list[Shape]:
             )
         )
     return found
+
+
+def narrow() -> list[Shape]:
+    """q, K and V in e4m3, and products of them."""
+    more = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "group": "fp8 products"}
+    found = [square(f"fp8 causal 16/16 S{length}", length, **more) for length in (2048, 8192, 16384)]
+    found += [square("fp8 full 16/16 S8192", 8192, variant="full", **more)]
+    found += [square("fp8 causal 32/8 S8192", 8192, (32, 8), **more)]
+    paged = Shape(name="fp8 8x2048 page16", kv=(2048,) * 8, qo=(2048,) * 8, **more)
+    return [*found, paged, replace(paged, name="fp8 8x512 over 8192 page16", kv=(8192,) * 8, qo=(512,) * 8)]
 
 
 def variants() -> list[Shape]:
@@ -192,6 +203,7 @@ def targets(groups: dict[str, list[str]]) -> list[Target]:
     found += [tflops("blocks 128 20% S16384", 520), tflops("blocks 64 20% S16384", 360)]
     found += [against("blocks 128 20% S16384", "blocks 128 40% S16384", 0.95, "tflops")]
     found += [against(f"{name} page16 fp8", f"{name} page16", 0.90, "us") for name, *_ in PAGED[1:]]
+    found += [tflops("fp8 causal 16/16 S16384", 850)]
     return [*found, *_gathered(), accuracy(groups.get("all", []), "fa3")]
 
 
@@ -236,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         "--no-flex", action="store_true", help="leave out FlexAttention, which compiles each case"
     )
     args = options.parse_args(argv)
-    listed, swept = [*dense(), *paged(), *variants()], random_shapes(args.random)
+    listed, swept = [*dense(), *paged(), *narrow(), *variants()], random_shapes(args.random)
     listed, swept = ([s for s in some if chosen(s.name, args.only)] for some in (listed, swept))
     run = begin(args, [*listed, *swept])
     from peers_dense import Flex

@@ -47,6 +47,7 @@ class Shape:
     head_dim_vo: int = 0
     page: int = 16
     kv_dtype: str = "bfloat16"
+    q_dtype: str = "bfloat16"
     variant: str = "causal"
     prefix: int = 0
     block: int = 0

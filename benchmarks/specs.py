@@ -60,8 +60,9 @@ def spec_of(shape: Shape, kv_layout: str = "NHD") -> at.AttentionSpec:
         num_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         head_dim_vo=shape.dim_vo,
-        q_dtype="bfloat16",
+        q_dtype=shape.q_dtype,
         kv_dtype=shape.kv_dtype,
+        out_dtype="bfloat16",
         variant=variant_of(shape),
         kv_layout=kv_layout,
     )
@@ -98,7 +99,7 @@ def warm(
         group = s.heads // s.kv_heads
         rows = max(s.qo_lens) * group
         kinds = (max(s.qo_lens) == 1, rows > 64)
-        firsts.setdefault((group, s.head_dim, s.dim_vo, s.kv_dtype, s.variant, kinds), s)
+        firsts.setdefault((group, s.head_dim, s.dim_vo, s.q_dtype, s.kv_dtype, s.variant, kinds), s)
     work = [asdict(shape) for shape in firsts.values()]
     command = [sys.executable, str(Path(__file__).resolve()), BACKEND, DEVICE, kv_layout]
     where = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}

@@ -428,9 +428,15 @@ ATTNRT_WGMMA_ALL(fp16, "f16")
 // next's.
 template <Half16 T, int N>
 struct WgmmaChain;
+// The same for numbers in e4m3: k-steps of 32 numbers, operands are K-major; A in registers is laid out as for
+// mma.m16n8k32. ss: as above; rs: as above, without transposition.
+template <int N>
+struct WgmmaChainE4m3;
 
 #define ATTNRT_WGMMA_STEP(TS, N, U, A, B, P, TRANS) \
   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TS "." TS " {" U "}, " A ", " B ", " P ", 1, 1, " TRANS "; "
+#define ATTNRT_WGMMA_STEP8(N, U, A, B, P) \
+  "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" U "}, " A ", " B ", " P ", 1, 1; "
 #define ATTNRT_WGMMA_QUAD(P0, P1, P2, P3) "{%" #P0 ",%" #P1 ",%" #P2 ",%" #P3 "}"
 // clang-format off: statement by statement.
 // P0.. are the operand numbers after the accumulators.
@@ -473,6 +479,41 @@ struct WgmmaChain;
     }                                                                                                              \
   };
 
+#define ATTNRT_WGMMA_CHAIN8(N, U, P0, P1, P2, P3, P4, P5, P6, P7, P8, P9, P10, P11, P12, P13, P14, P15, P16, P17, P18) \
+  template <>                                                                                                      \
+  struct WgmmaChainE4m3<N> {                                                                                       \
+    template <int kStepA, int kStepB>                                                                              \
+    static __device__ __forceinline__ void ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {                   \
+      asm volatile("{.reg .pred p, q; .reg .b64 a, b; setp.ne.b32 p, %" #P2 ", 0; setp.eq.b32 q, 0, 0; "           \
+                   ATTNRT_WGMMA_STEP8(N, ATTNRT_U##U, "%" #P0, "%" #P1, "p")                                       \
+                   "add.s64 a, %" #P0 ", %" #P3 "; add.s64 b, %" #P1 ", %" #P4 "; "                                \
+                   ATTNRT_WGMMA_STEP8(N, ATTNRT_U##U, "a", "b", "q")                                               \
+                   "add.s64 a, a, %" #P3 "; add.s64 b, b, %" #P4 "; "                                              \
+                   ATTNRT_WGMMA_STEP8(N, ATTNRT_U##U, "a", "b", "q")                                               \
+                   "add.s64 a, a, %" #P3 "; add.s64 b, b, %" #P4 "; "                                              \
+                   ATTNRT_WGMMA_STEP8(N, ATTNRT_U##U, "a", "b", "q") "}"                                           \
+                   : ATTNRT_D##U(d)                                                                                \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kStepA >> 4), "n"(kStepB >> 4)                           \
+                   : "memory");                                                                                    \
+    }                                                                                                              \
+    template <int kStepB>                                                                                          \
+    static __device__ __forceinline__ void rs(float (&d)[N / 2], const u32* a, u64 b, int accumulate) {            \
+      asm volatile("{.reg .pred p, q; .reg .b64 b; setp.ne.b32 p, %" #P17 ", 0; setp.eq.b32 q, 0, 0; "             \
+                   ATTNRT_WGMMA_STEP8(N, ATTNRT_U##U, ATTNRT_WGMMA_QUAD(P0, P1, P2, P3), "%" #P16, "p")            \
+                   "add.s64 b, %" #P16 ", %" #P18 "; "                                                             \
+                   ATTNRT_WGMMA_STEP8(N, ATTNRT_U##U, ATTNRT_WGMMA_QUAD(P4, P5, P6, P7), "b", "q")                 \
+                   "add.s64 b, b, %" #P18 "; "                                                                     \
+                   ATTNRT_WGMMA_STEP8(N, ATTNRT_U##U, ATTNRT_WGMMA_QUAD(P8, P9, P10, P11), "b", "q")               \
+                   "add.s64 b, b, %" #P18 "; "                                                                     \
+                   ATTNRT_WGMMA_STEP8(N, ATTNRT_U##U, ATTNRT_WGMMA_QUAD(P12, P13, P14, P15), "b", "q") "}"         \
+                   : ATTNRT_D##U(d)                                                                                \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]),       \
+                     "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]),             \
+                     "r"(a[15]), "l"(b), "r"(accumulate), "n"(kStepB >> 4)                                         \
+                   : "memory");                                                                                    \
+    }                                                                                                              \
+  };
+
 ATTNRT_WGMMA_CHAIN(bf16, "bf16", 64, 8, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41,
                    42, 43, 44, 45, 46, 47, 48, 49, 50, 51)
 ATTNRT_WGMMA_CHAIN(fp16, "f16", 64, 8, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41,
@@ -481,6 +522,7 @@ ATTNRT_WGMMA_CHAIN(bf16, "bf16", 128, 16, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73
                    74, 75, 76, 77, 78, 79, 80, 81, 82, 83)
 ATTNRT_WGMMA_CHAIN(fp16, "f16", 128, 16, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73,
                    74, 75, 76, 77, 78, 79, 80, 81, 82, 83)
+ATTNRT_WGMMA_CHAIN8(128, 16, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82)
 ATTNRT_WGMMA_CHAIN(bf16, "bf16", 256, 32, 128, 129, 130, 131, 132, 133, 134, 135, 136, 137,
                    138, 139, 140, 141, 142, 143, 144, 145, 146, 147)
 ATTNRT_WGMMA_CHAIN(fp16, "f16", 256, 32, 128, 129, 130, 131, 132, 133, 134, 135, 136, 137,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from attnrt.backends.cuda import structs
 from attnrt.backends.cuda.boxes import MAPS_BYTES
-from attnrt.backends.cuda.tables import WIDE_CTAS, TileConfig, hopper_config, takes_wide, tile_config
+from attnrt.backends.cuda.tables import WIDE_CTAS, TileConfig, hopper_config, narrow, takes_wide, tile_config
 from attnrt.variants import include_dir
 from attnrt.variants.expr import FLOAT, INT, const, make
 from attnrt.variants.rotary import turns_by_position
@@ -85,14 +85,14 @@ MERGE_CTAS = 4
 PARAM_BYTES = 64
 
 #: Fields of TileConfig that the Hopper kernel reads; it has more of its own.
-_HOPPER_CONSTANTS = ("q_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo", "shared_kv")
+_HOPPER_CONSTANTS = ("q_type", "q_stored_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo", "shared_kv")
 #: Fields of TileConfig that the wide kernel reads.
 _WIDE_CONSTANTS = (*_HOPPER_CONSTANTS, "kv_tile")
 #: Two warpgroups: one computes, one loads.
 WIDE_THREADS = 256
 #: Fields of TileConfig that the others read.
 _CONSTANTS = (
-    *("q_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo"),
+    *("q_type", "q_stored_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo"),
     *("m_blocks", "kv_tile", "stages", "q_blocks", "shared_kv"),
 )
 
@@ -322,7 +322,7 @@ def render_roles(spec: AttentionSpec, name: str) -> tuple[str, ...]:
     if name == DECODE:
         count = 2
     elif (
-        name in HOPPER and spec.kv_dtype == spec.q_dtype
+        name in HOPPER and spec.kv_dtype == spec.q_dtype and not narrow(spec)
     ):  # fp8 by roles takes 2 to 3 % longer (performance.md, Compilation)
         maps = (spec.composed.query, spec.composed.key_map, spec.composed.value)
         count = 2 if maps == (None,) * 3 else 3
@@ -348,6 +348,8 @@ def _text(spec: AttentionSpec, composed: Composed, *names: str) -> str:
             "turns": turns_by_position(composed),
             "folds": names[0] in (HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD),
         }
+        if narrow(spec):
+            own["q_type"] = config.q_stored_type
         constants = config_text(config, _HOPPER_CONSTANTS, **own)
     if names == (WIDE,):
         constants = config_text(config, _WIDE_CONSTANTS)

@@ -47,8 +47,8 @@ class TileConfig:
 
     Attributes
     ----------
-    q_type, kv_type, out_type : str
-        Enumerators of ``Dtype``.
+    q_type, q_stored_type, kv_type, out_type : str
+        Enumerators of ``Dtype``; ``q_type`` is that of the products, in which q is stored unless it has 8 bits.
     group, head_dim, head_dim_vo : int
     m_blocks : int
         16-row blocks per tile.
@@ -66,6 +66,7 @@ class TileConfig:
     """
 
     q_type: str
+    q_stored_type: str
     kv_type: str
     out_type: str
     group: int
@@ -85,6 +86,11 @@ class TileConfig:
         return 16 * self.m_blocks
 
 
+def narrow(spec: AttentionSpec) -> bool:
+    """Whether q has 8 bits. The Hopper kernel multiplies such numbers as they are, the other kernels in float16, exactly."""
+    return as_dtype(spec.q_dtype).itemsize == 1
+
+
 def tile_config(spec: AttentionSpec) -> TileConfig:
     """The tile of a spec."""
     wide = max(spec.head_dim, spec.head_dim_vo)
@@ -95,7 +101,8 @@ def tile_config(spec: AttentionSpec) -> TileConfig:
     else:
         m_blocks, kv_tile, stages, ctas = 1, 32, 2, 1
     return TileConfig(
-        q_type=ENUMERATORS[spec.q_dtype],
+        q_type="f16" if narrow(spec) else ENUMERATORS[spec.q_dtype],
+        q_stored_type=ENUMERATORS[spec.q_dtype],
         kv_type=ENUMERATORS[spec.kv_dtype],
         out_type=ENUMERATORS[spec.out_dtype],
         group=spec.group,
@@ -192,17 +199,21 @@ def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
     do not fill four words, V inside K's rows. A matter of the spec alone, being part of what a request's bits depend on."""
     composed = spec.composed
     hooks = [hook for hook in (composed.query, composed.key_map, composed.value) if hook is not None]
-    narrow = spec.kv_dtype in ("float8_e4m3fn", "float8_e5m2")
-    types = spec.q_dtype in ("float16", "bfloat16") and (narrow or spec.kv_dtype == spec.q_dtype)
+    widens = spec.kv_dtype != spec.q_dtype
+    types = not widens or spec.kv_dtype in ("float8_e4m3fn", "float8_e5m2")
     words = all(hook.dim is None or hook.dim % (16 if hook.pairing == "half" else 8) == 0 for hook in hooks)
     found = HOPPER_DIMS.get((spec.head_dim, spec.head_dim_vo))
     if found is None or not types or not words or spec.shared_kv:
         return None
+    if narrow(spec):  # products of what is stored; V is turned round by the stage that rewrites
+        bare = not hooks and composed.use_softmax
+        dims = (spec.head_dim, spec.head_dim_vo) == (128, 128)
+        return replace(found, rewrites=True) if bare and dims and not widens else None
     # Three warpgroups of consumers leave 160 registers to each of their threads: what holds more than a row's bounds has two.
     bare = composed.logits is None and composed.mask is None and not composed.reads_index_mask
-    if not bare or hooks or narrow:
+    if not bare or hooks or widens:
         found = replace(found, warpgroups=2)
-    if not hooks and not narrow:
+    if not hooks and not widens:
         return found
     # 512 threads get 128 registers each at entry, too few for products of 256 columns (ptxas C7602).
     return replace(found, rewrites=True) if spec.head_dim_vo <= 128 else None
@@ -250,7 +261,8 @@ def decode_ruler(spec: AttentionSpec) -> Ruler:
 def takes_wide(spec: AttentionSpec) -> bool:
     """Whether there is a wide kernel of a spec (on sm_90): what the decode kernel takes, with K and V in q's type and no hook
     on q. Elsewhere the tile kernel runs items of many rows, with the same bits."""
-    return decode_blocks(spec) > 0 and spec.kv_dtype == spec.q_dtype and spec.composed.query is None
+    plain = spec.kv_dtype == spec.q_dtype and not narrow(spec)
+    return decode_blocks(spec) > 0 and plain and spec.composed.query is None
 
 
 def _wide_team(team: Team, tile: TileConfig | None, beta_rows: float) -> Team:

@@ -150,6 +150,20 @@ inline unsigned short to_bf16(float f) {
   memcpy(&u, &f, 4);
   return f != f ? 0x7fff : (unsigned short)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
+inline float e4m3(unsigned char b) {
+  const int e = b >> 3 & 15, m = b & 7;
+  const float x = (b & 127) == 127 ? NAN : e ? std::ldexp(1.0f + m / 8.0f, e - 7) : std::ldexp(m / 8.0f, -6);
+  return b & 128 ? -x : x;
+}
+// Nearest even, saturating.
+inline unsigned char to_e4m3(float f) {
+  const unsigned char sign = std::signbit(f) ? 128 : 0;
+  if (f != f) return sign | 127;
+  const float x = std::min(std::fabs(f), 448.0f);
+  const int e = x < 0.015625f ? -6 : std::ilogb(x);
+  const int eighths = static_cast<int>(std::nearbyint(std::ldexp(x, 3 - e)));  // 8 to 16, or below 8 if subnormal
+  return sign | static_cast<unsigned char>((e + 6) * 8 + eighths);
+}
 inline std::function<void()> body;
 inline void fiber_main() {
   body();
@@ -351,15 +365,8 @@ template <bool kE4m3>
 inline void widen_fp8(u32 x, u32& lo, u32& hi) {
   u32 half[4];
   for (int i = 0; i < 4; ++i) {
-    const u32 b = x >> 8 * i & 0xff, sign = (b & 0x80) << 8, rest = b & 0x7f;
-    if (!kE4m3) {
-      half[i] = b << 8;
-    } else if (rest == 0x7f) {
-      half[i] = sign | 0x7fff;
-    } else {  // the pattern shifted by 7 is the value times 2^-8
-      const float value = static_cast<float>(unpun<_Float16>(rest << 7)) * 256.0f;
-      half[i] = sign | static_cast<u32>(pun(static_cast<_Float16>(value)) & 0xffff);
-    }
+    const u32 b = x >> 8 * i & 0xff;
+    half[i] = kE4m3 ? pun(static_cast<_Float16>(emu::e4m3(b))) & 0xffff : b << 8;
   }
   lo = half[0] | half[1] << 16;
   hi = half[2] | half[3] << 16;
@@ -377,6 +384,29 @@ inline void st_matrices(u32 a, u32 x0, u32 x1, u32 x2, u32 x3) {
     const u32 row = __shfl_sync(0xffffffffu, a, 8 * i + lane / 4);
     memcpy(emu::at(row + lane % 4 * 4), &x[i], 4);
   }
+}
+inline void ld_matrices_turned(u32 (&x)[4], u32 a) {
+  const u32 lane = emu::self->tid % 32;
+  for (u32 i = 0; i < 4; ++i) {
+    unsigned short of[2];
+    for (u32 e = 0; e < 2; ++e) {
+      const u32 row = __shfl_sync(0xffffffffu, a, 8 * i + lane % 4 * 2 + e);
+      memcpy(&of[e], emu::at(row + lane / 4 * 2), 2);
+    }
+    x[i] = of[0] | static_cast<u32>(of[1]) << 16;
+  }
+}
+inline u32 bytes_of(u32 a, u32 b, u32 which) {
+  const u64 both = a | static_cast<u64>(b) << 32;
+  u32 x = 0;
+  for (int i = 0; i < 4; ++i) x |= static_cast<u32>(both >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+  return x;
+}
+inline u32 pack4_e4m3(float a, float b, float c, float d) {
+  const float x[4] = {a, b, c, d};
+  u32 y = 0;
+  for (int i = 0; i < 4; ++i) y |= static_cast<u32>(emu::to_e4m3(x[i])) << 8 * i;
+  return y;
 }
 inline void st_shared8(u32 a, const u32 (&x)[2]) { memcpy(emu::at(a), x, 8); }
 inline void ld_shared8(u32 (&x)[2], u32 a) { memcpy(x, emu::at(a), 8); }
@@ -518,6 +548,11 @@ inline float element(u64 d, int mn, int k, bool mn_major) {
   memcpy(&x, emu::at(emu::swizzle(a)), 2);
   return emu::bf16(x);
 }
+// The same of numbers in e4m3, K-major.
+inline float element8(u64 d, int mn, int k) {
+  const u32 start = (u32)(d & 0x3fff) << 4, sbo = (u32)(d >> 32 & 0x3fff) << 4;
+  return emu::e4m3(*(const unsigned char*)emu::at(emu::swizzle(start + mn / 8 * sbo + mn % 8 * 128 + k)));
+}
 // What is issued: this thread's part of a product. A group runs as a whole, at once or at its wait.
 inline void product(std::function<void()> op) {
   auto& open = emu::self->open_products;
@@ -587,6 +622,62 @@ struct WgmmaChain {
       const u32 mine[4] = {a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]};
       Wgmma<T, N>::template rs<TB>(d, mine, desc_add(b, i * kStepB), add || i > 0);
     }
+  }
+};
+template <int N>
+struct WgmmaChainE4m3 {
+  template <class A>
+  static void multiply(float* d, A a, u64 b, bool add) {
+    const int t = emu::self->tid % 4;
+    for (int j = 0; j < N / 8; ++j)
+      for (int e = 0; e < 2; ++e) {
+        float bk[32];
+        for (int k = 0; k < 32; ++k) bk[k] = element8(b, 8 * j + 2 * t + e, k);
+        for (int h = 0; h < 2; ++h) {
+          double sum = 0;
+          for (int k = 0; k < 32; ++k) sum += static_cast<double>(a(h, k)) * bk[k];
+          d[4 * j + 2 * h + e] = static_cast<float>(sum + (add ? d[4 * j + 2 * h + e] : 0.0f));
+        }
+      }
+  }
+  template <int kStepA, int kStepB>
+  static void ss(float (&d)[N / 2], u64 a, u64 b, int add) {
+    float* p = d;
+    emu::Fiber* me = emu::self;
+    product([=] {
+      emu::Fiber* now = emu::self;
+      emu::self = me;
+      for (int i = 0; i < 4; ++i) {
+        float rows[2][32];
+        for (int h = 0; h < 2; ++h)
+          for (int k = 0; k < 32; ++k)
+            rows[h][k] = element8(desc_add(a, i * kStepA), me->tid / 32 % 4 * 16 + h * 8 + me->tid % 32 / 4, k);
+        multiply(p, [&](int h, int k) { return rows[h][k]; }, desc_add(b, i * kStepB), add || i > 0);
+      }
+      emu::self = now;
+    });
+  }
+  // A from registers: k 4t to 4t + 3 and 16 on of rows g, g + 8 are this lane's.
+  template <int kStepB>
+  static void rs(float (&d)[N / 2], const u32* a, u64 b, int add) {
+    const int quad = emu::self->tid % 32 / 4 * 4;
+    auto rows = std::make_shared<std::vector<float>>(4 * 64);
+    for (int r = 0; r < 16; ++r) {
+      const unsigned long long* all = emu::exchange(a[r]);
+      for (int t = 0; t < 4; ++t)
+        for (int e = 0; e < 4; ++e)
+          (*rows)[r / 4 * 64 + r % 2 * 32 + r / 2 % 2 * 16 + 4 * t + e] =
+              emu::e4m3((unsigned char)(all[quad + t] >> (8 * e)));
+    }
+    float* p = d;
+    emu::Fiber* me = emu::self;
+    product([=] {
+      emu::Fiber* now = emu::self;
+      emu::self = me;
+      for (int i = 0; i < 4; ++i)
+        multiply(p, [&](int h, int k) { return (*rows)[i * 64 + h * 32 + k]; }, desc_add(b, i * kStepB), add || i > 0);
+      emu::self = now;
+    });
   }
 };
 }  // namespace ptx

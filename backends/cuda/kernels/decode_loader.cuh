@@ -256,26 +256,32 @@ class DecodeLoader : public DecodeKeys<Config, Variant> {
     }
     __syncwarp();
     typedef typename Bits<Config::q_type>::type Element;
+    typedef typename Bits<Config::q_stored_type>::type Stored;
     constexpr int kPieces = L::kDim / 8;  // of 16 bytes
     char* q = own_ + L::kOffsetQ + set() * (L::kRows * L::kPitchQ);
+    constexpr int kElementQ = kBytes<Config::q_stored_type>;
     const unsigned long long strides = p_.q_stride_row | p_.q_stride_head;
-    if (!((reinterpret_cast<unsigned long long>(p_.q) | strides * 2) & 15)) {
+    if (!((reinterpret_cast<unsigned long long>(p_.q) | strides * kElementQ) & 15)) {
+      if constexpr (kElementQ == 1) {
+        widen_queries(rows, q);
+      } else {
 #pragma unroll
-      for (int i = lane_; i < L::kRows * kPieces; i += 32) {
-        const int r = i / kPieces, piece = i % kPieces, row = rows.qo_row[r];
-        ptx::cp_async16(ptx::smem_addr(q + r * L::kPitchQ + piece * 16), query(row, rows.qo_head[r]) + piece * 16,
-                        row < 0 ? 0 : 16);
-      }
-      if constexpr (Variant::has_query) {
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<0>();
+        for (int i = lane_; i < L::kRows * kPieces; i += 32) {
+          const int r = i / kPieces, piece = i % kPieces, row = rows.qo_row[r];
+          ptx::cp_async16(ptx::smem_addr(q + r * L::kPitchQ + piece * 16), query(row, rows.qo_head[r]) + piece * 16,
+                          row < 0 ? 0 : 16);
+        }
+        if constexpr (Variant::has_query) {
+          ptx::cp_async_commit();
+          ptx::cp_async_wait<0>();
+        }
       }
     } else {
 #pragma unroll 1
       for (int i = lane_; i < L::kRows * L::kDim; i += 32) {
         const int r = i / L::kDim, d = i % L::kDim, row = rows.qo_row[r];
         reinterpret_cast<Element*>(q + r * L::kPitchQ)[d] =
-            row < 0 ? Element(0) : reinterpret_cast<const Element*>(query(row, rows.qo_head[r]))[d];
+            row < 0 ? Element(0) : number_of_q<Config>(reinterpret_cast<const Stored*>(query(row, rows.qo_head[r]))[d]);
       }
     }
     if constexpr (Variant::has_query) {
@@ -291,11 +297,39 @@ class DecodeLoader : public DecodeKeys<Config, Variant> {
     }
   }
 
+  // Queries of 8-bit numbers as 16-bit ones, 16 at a time; all are asked for before one is widened.
+  template <class Rows>
+  __device__ __forceinline__ void widen_queries(const Rows& rows, char* q) const {
+    constexpr int kPieces = L::kDim / 16, kMine = (L::kRows * kPieces + 31) / 32;
+    uint4 x[kMine];
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      const int i = n * 32 + lane_, r = i / kPieces, row = i < L::kRows * kPieces ? rows.qo_row[r] : -1;
+      x[n] = make_uint4(0, 0, 0, 0);
+      if (row >= 0) x[n] = *reinterpret_cast<const uint4*>(query(row, rows.qo_head[r]) + i % kPieces * 16);
+    }
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      const int i = n * 32 + lane_;
+      if (i >= L::kRows * kPieces) continue;
+      uint4* to = reinterpret_cast<uint4*>(q + i / kPieces * L::kPitchQ + i % kPieces * 32);
+      unsigned y[8];
+      const unsigned words[4] = {x[n].x, x[n].y, x[n].z, x[n].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        y[2 * j] = fp8x2_to_half2<Config::q_stored_type>(static_cast<unsigned short>(words[j] & 0xffffu));
+        y[2 * j + 1] = fp8x2_to_half2<Config::q_stored_type>(static_cast<unsigned short>(words[j] >> 16));
+      }
+      to[0] = make_uint4(y[0], y[1], y[2], y[3]);
+      to[1] = make_uint4(y[4], y[5], y[6], y[7]);
+    }
+  }
+
   // Address of a query's head; of a row that is not there (-1), the first one's.
   __device__ __forceinline__ const char* query(int row, int head) const {
     const long long at =
         row < 0 ? 0 : static_cast<long long>(row) * p_.q_stride_row + static_cast<long long>(head) * p_.q_stride_head;
-    return p_.q + at * 2;
+    return p_.q + at * kBytes<Config::q_stored_type>;
   }
 
   const ParamRef* params_;

@@ -27,7 +27,7 @@ template <class Config, class Variant, class Loader>
 class HopperConsumer : public HopperResults<Config, Variant> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperResults<Config, Variant>;
-  using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::lane_;
+  using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::kWords, Base::lane_;
   using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
       Base::results, Base::seen_end_, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::record;
@@ -60,7 +60,7 @@ class HopperConsumer : public HopperResults<Config, Variant> {
   struct Leaf {
     float s[kS], o[kO], m[2], l[2], top[2], shrink[2], sum[2];  // scores of the last tile that was multiplied with Q
     float bias[2];                                              // HopperSoftmax::hooks
-    unsigned w[kS / 2];                                         // weights of the tile before it, or of that one
+    unsigned w[kWords];                                         // weights of the tile before it, or of that one
     Row rows[2];
     int leaf, offset, stop;  // of the item; of the tile whose weights are next; one past the last key
     bool near;               // HopperSoftmax::raise
@@ -318,23 +318,32 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     if constexpr (Variant::has_logits) ptx::fresh(s);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < L::kDim / 64; ++i) {
-      ptx::WgmmaChain<kH, L::kTile>::template ss<0, 0, 32, 32>(s, ptx::desc_add(q, i * L::kSlabQ),
-                                                               ptx::desc_add(k, i * L::kSlabKv), i > 0);
+    for (int i = 0; i < L::kDim / L::kSlabDims; ++i) {
+      const unsigned long long a = ptx::desc_add(q, i * L::kSlabQ), b = ptx::desc_add(k, i * L::kSlabKv);
+      if constexpr (L::kNarrow) {
+        ptx::WgmmaChainE4m3<L::kTile>::template ss<32, 32>(s, a, b, i > 0);
+      } else {
+        ptx::WgmmaChain<kH, L::kTile>::template ss<0, 0, 32, 32>(s, a, b, i > 0);
+      }
     }
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2], int stage,
+  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kWords], int stage,
                                                   bool add) const {
     multiply_values(o, w, ptx::desc_sw128(base_ + L::kOffsetV + stage * L::kBytesV, L::kSlabKv, 1024), add);
   }
-  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kS / 2], unsigned long long v,
+  __device__ __forceinline__ void multiply_values(float (&o)[kO], const unsigned (&w)[kWords], unsigned long long v,
                                                   bool add) const {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < L::kTile / 64; ++i) {
-      ptx::WgmmaChain<kH, L::kDimVo>::template rs<1, 2048>(o, w + 16 * i, ptx::desc_add(v, i * 4 * 2048), i > 0 || add);
+    for (int i = 0; i < kWords / 16; ++i) {
+      if constexpr (L::kNarrow) {
+        ptx::WgmmaChainE4m3<L::kDimVo>::template rs<32>(o, w + 16 * i, v, add);
+      } else {
+        ptx::WgmmaChain<kH, L::kDimVo>::template rs<1, 2048>(o, w + 16 * i, ptx::desc_add(v, i * 4 * 2048),
+                                                             i > 0 || add);
+      }
     }
     ptx::wgmma_commit();
   }

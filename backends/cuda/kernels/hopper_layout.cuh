@@ -5,7 +5,8 @@
 //
 // One CTA per SM: a loader warpgroup and Config::warpgroups (two or three) consumer warpgroups of 64 rows each.
 // Operands lie as wgmma wants them: slabs of 64 elements, a slab row is 128 bytes with the 128-byte swizzle,
-// [slab][row][64]. Q and the K and V tiles have two buffers each.
+// [slab][row][64]. Q and the K and V tiles have two buffers each. Where q is in 8 bits products are, too: slabs have
+// 128 elements, and V lies by head dims, [dim][key], for such products want both operands by what they sum over.
 #pragma once
 #include "cursor.cuh"
 #include "finish.cuh"
@@ -43,17 +44,19 @@ __device__ __forceinline__ bool reads_boxes(const RunParams& p, const KvMaps& ma
   return (anywhere ? p.plan->box_log2 : p.plan->page_box_log2) >= maps.box_log2;
 }
 
-// Config: q_type (16 bits), kv_type (the same, or 8 bits), out_type; group, head_dim, head_dim_vo (multiples of 64),
-// kv_tile, warpgroups.
+// Config: q_type (16 bits, or e4m3), kv_type (the same, or 8 bits), out_type; group, head_dim, head_dim_vo (multiples
+// of 64), kv_tile, warpgroups.
 template <class Config, class Variant>
 struct HopperLayout {
   static constexpr int kGroups = Config::warpgroups;
   // What a stage of its own rewrites between load and multiply (hopper_rewrite.cuh).
   static constexpr bool kWidens = Config::kv_type != Config::q_type;
   static_assert(!kWidens || kBytes<Config::kv_type> == 1, "caches in q's type or in 8 bits");
+  static constexpr int kElementQ = kBytes<Config::q_type>;
+  static constexpr bool kNarrow = kElementQ == 1;  // products of 8-bit numbers
   static constexpr bool kRewritesQ = Variant::has_query;
   static constexpr bool kRewritesK = kWidens || Variant::has_key;
-  static constexpr bool kRewritesV = kWidens || Variant::has_value;
+  static constexpr bool kRewritesV = kWidens || kNarrow || Variant::has_value;
   // The hooks on q and K (or on q alone) are a rotation by position, "half" pairing, and its table fits beside those of
   // masks and hooks.
   static constexpr int kTurned = Variant::query_dim == 0 ? Config::head_dim : Variant::query_dim;
@@ -63,6 +66,8 @@ struct HopperLayout {
   static constexpr int kTurnPairs = kTurns ? kTurned / 2 : 0;
   static constexpr bool kHooks = Variant::has_query || Variant::has_key || Variant::has_value;
   static constexpr bool kRewrites = kRewritesQ || kRewritesK || kRewritesV;
+  static_assert(!kNarrow || (Config::q_type == Dtype::e4m3 && !kWidens && !kHooks && Variant::use_softmax),
+                "8-bit products of what is stored");
   // Three warpgroups of consumers have few registers: what a loop does not need is found again behind it.
   static constexpr bool kLean = kGroups > 2;
   // A warpgroup does without the last tile of a leaf if none of its rows sees a key of it: with three, the diagonal
@@ -74,7 +79,9 @@ struct HopperLayout {
   static constexpr int kStages = 2;
   static constexpr int kDim = Config::head_dim;
   static constexpr int kDimVo = Config::head_dim_vo;
-  static_assert(kDim % 64 == 0 && kDimVo % 64 == 0, "slabs of 64 elements");
+  static constexpr int kSlabDims = 128 / kElementQ;  // numbers of a slab's row
+  static_assert(kDim % kSlabDims == 0 && kDimVo % kSlabDims == 0 && (!kNarrow || (kDimVo == 128 && kTile == 128)),
+                "whole slabs");
   static constexpr int kMaskRows = Variant::reads_index_mask ? kRows : 2;
   // A bias that is linear in the position asks for tables of keys only where positions do not run on. What lies in
   // shared memory may depend on logits by has_logits and logits_need_keys alone: those who bring keys know no more.
@@ -88,9 +95,9 @@ struct HopperLayout {
 
   static constexpr int kSlabQ = kRows * 128;  // bytes of one slab
   static constexpr int kSlabKv = kTile * 128;
-  static constexpr int kBytesQ = kSlabQ * (kDim / 64);
-  static constexpr int kBytesK = kSlabKv * (kDim / 64);
-  static constexpr int kBytesV = kSlabKv * (kDimVo / 64);
+  static constexpr int kBytesQ = kSlabQ * (kDim / kSlabDims);
+  static constexpr int kBytesK = kSlabKv * (kDim / kSlabDims);
+  static constexpr int kBytesV = kSlabKv * (kDimVo / kSlabDims);
   // Slabs of a tile as it is loaded, 128 bytes of each row in each; they are the last ones of the stage.
   static constexpr int kElementKv = kBytes<Config::kv_type>;
   static constexpr int kRawSlabsK = (kDim * kElementKv + 127) / 128;

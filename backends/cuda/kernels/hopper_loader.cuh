@@ -29,7 +29,7 @@ class HopperLoader : public HopperWays<Config, Variant, kHow>::type {
   // With a stage that rewrites, 512 for two times 128 and 256; one that turns q alone needs few.
   static constexpr bool kTurnsQ = L::kTurns && !L::kRewritesK && !L::kRewritesV;
   static constexpr int kRegs = L::kGroups == 3 ? 32 : kTurnsQ ? 64 : L::kDimVo > 128 || L::kTurns ? 56 : 72;
-  static constexpr int kRewriterRegs = kTurnsQ ? 48 : L::kTurns ? 72 : L::kHooks ? 56 : 40;
+  static constexpr int kRewriterRegs = kTurnsQ ? 48 : L::kTurns ? 72 : L::kHooks || L::kNarrow ? 56 : 40;
   static constexpr int kConsumerRegs = L::kGroups == 3 ? (512 - kRegs) / 3
                                        : L::kRewrites  ? (512 - kRegs - kRewriterRegs) / 2
                                                        : (504 - kRegs) / 2;

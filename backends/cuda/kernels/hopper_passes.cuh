@@ -357,7 +357,7 @@ class HopperPasses : public HopperTables<Config, Variant, kHow> {
 #pragma unroll 1
     for (int row = lane_; row < L::kRows; row += 32) {
       const long long at = query_offset(pass.item, part, pass.head, pass.first + row);
-      if (at != kNoRow) ptx::prefetch_l2<L::kDim * 2>(p_.q + at * 2);
+      if (at != kNoRow) ptx::prefetch_l2<L::kDim * L::kElementQ>(p_.q + at * L::kElementQ);
     }
   }
 

@@ -140,6 +140,32 @@ ATTNRT_DEV void tma_prefetch_4d(const void* map, int c0, int c1, int c2, int c3)
                : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit numbers, each transposed, as the fragments of a product: lane i brings the address of
+// row i % 8 of matrix i / 8, and gets rows 2 (i % 4) and 2 (i % 4) + 1 of column i / 4 of each.
+ATTNRT_DEV void ld_matrices_turned(u32 (&x)[4], u32 addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(addr)
+               : "memory");
+}
+
+// Four bytes of a and b (numbers 0 to 3 and 4 to 7), chosen by the nibbles of `which`, the lowest first.
+ATTNRT_DEV u32 bytes_of(u32 a, u32 b, u32 which) {
+  u32 x;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(which));
+  return x;
+}
+
+// Four numbers in e4m3, rounded to the nearest even, what is larger than 448 to that; in order.
+ATTNRT_DEV u32 pack4_e4m3(float a, float b, float c, float d) {
+  u32 x;
+  asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3; "
+      "mov.b32 %0, {lo, hi};}"
+      : "=r"(x)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return x;
+}
+
 // Tells ptxas that all lanes of the warp are here, by an instruction that only a whole warp may execute: it does not
 // see that from __syncwarp, and writes each exchange among lanes a second time, one lane's way at a time. Reads the 16
 // bytes at a shared address, which nobody waits for.

@@ -39,7 +39,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
         x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, 2));
       }
       closing.l[half] = x;
-      closing.m[half] = Variant::use_softmax ? __fmul_rn(m[half], unit(half)) : m[half];
+      closing.m[half] = Variant::use_softmax ? this->lifted(__fmul_rn(m[half], unit(half))) : m[half];
     }
     if constexpr (!Config::folds) find_places(closing, pass, leaf);
   }

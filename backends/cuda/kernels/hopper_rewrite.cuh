@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The stage between load and multiply of the Hopper prefill family: a warpgroup of its own that rewrites tiles where
-// they lie. It exists only for caches in 8 bits, whose numbers become q's type (exactly), and for variants that map q,
-// K or V (in float32, rounded once, as the other CUDA kernels do). Loaders then arrive on the raw barriers, and this
-// stage on the full ones.
+// they lie. It exists only for caches in 8 bits, whose numbers become q's type (exactly), for variants that map q, K or
+// V (in float32, rounded once, as the other CUDA kernels do), and for products of 8-bit numbers, which want V by head
+// dims. Loaders then arrive on the raw barriers, and this stage on the full ones.
 //
 // An 8-bit tile is loaded into the last slabs of its stage, a slab row holding 128 numbers: a row is read whole by one
 // warp before any of it is written, so that no staging buffer is needed and the stages of K and V stay two.
@@ -65,6 +65,40 @@ __device__ __forceinline__ void widen_rows(unsigned tile, int row0, int lane) {
     }
   }
 }
+
+// V in 8 bits, 128 keys by 128 head dims, becomes head dims by keys in place; a warp has 32 keys, and all four are
+// here. Of each 16 keys those come side by side whose weights a thread has side by side as it packs them: byte 4q + e
+// is key 8 (e / 2) + 2q + e % 2. (A sum over keys does not ask for their order, so nothing has to move among threads.)
+class Transposer {
+ public:
+  __device__ __forceinline__ Transposer(int warp, int lane)
+      : from_((32 * warp + lane) * 128 + lane % 8 * 16), odd_first_(lane >= 16) {
+    // As a lane of st_matrices: rows of one parity in its first half, of the other in its second, so that no bank is
+    // asked twice.
+    const int j = lane % 8, dim = 2 * j + ((j >= 4) ^ (lane / 8 % 2)), chunk = 2 * warp + lane / 16;
+    to_ = dim * 128 + ((chunk ^ dim) & 7) * 16;
+  }
+
+  // bar: a named barrier of these four warps.
+  __device__ __forceinline__ void run(unsigned tile, int bar) const {
+    unsigned x[8][4];  // 16 head dims each: keys 0 to 7, 8 to 15, 16 to 23, 24 to 31 of the warp's
+#pragma unroll
+    for (int c = 0; c < 8; ++c) ptx::ld_matrices_turned(x[c], tile + (from_ ^ c * 16));
+    ptx::bar_sync(bar, 128);
+    const unsigned even = 0x6420, odd = 0x7531;
+    const unsigned first = odd_first_ ? odd : even, second = odd_first_ ? even : odd;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      ptx::st_matrices(tile + to_ + c * 2048, ptx::bytes_of(x[c][0], x[c][1], first),
+                       ptx::bytes_of(x[c][0], x[c][1], second), ptx::bytes_of(x[c][2], x[c][3], first),
+                       ptx::bytes_of(x[c][2], x[c][3], second));
+    }
+  }
+
+ private:
+  unsigned from_, to_;
+  bool odd_first_;
+};
 
 template <Dtype T>
 __device__ __forceinline__ float low_float(unsigned x) {
@@ -420,6 +454,7 @@ class HopperRewriter {
     ptx::mbar_wait(bar(meta_.v_raw[stage]), t / L::kStages & 1);
     if constexpr (L::kWidens)
       widen_rows<Config::kv_type, kTo, L::kDimVo, L::kSlabKv, kMine>(tile, warp_ * kMine, lane_);
+    if constexpr (L::kNarrow) Transposer(warp_, lane_).run(tile, 1 + L::kGroups);
     if constexpr (Variant::has_value) {
       __syncwarp();
       map_rows<kTo, Variant::value_pairing, Variant::value_dim, L::kDimVo, L::kSlabKv, kMine>(

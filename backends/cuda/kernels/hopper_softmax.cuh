@@ -21,6 +21,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   using typename Base::View;
   static constexpr ptx::Half16 kH = kHalf<Config::q_type>;
   static constexpr int kO = L::kDimVo / 2;
+  static constexpr int kWords = kS * L::kElementQ / 4;  // of weights
   static constexpr bool kLinear = L::kLinear;
   static constexpr bool kMaximaByBits = kO > 32 || L::kGroups > 2;
 
@@ -292,10 +293,10 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
     ptx::computed(sum[0] + shrink[1], base_);  // as above
   }
 
-  // Weights 2^(s c - m c) as 16-bit operands, and their sums. after: a number of the product under which raise ran.
+  // Weights 2^(s c - m c) as operands, and their sums. after: a number of the product under which raise ran.
   // Most of the second row's exponentials need it: ptxas would else lift them above the wait for that product, and
   // leave none for conversions to run under.
-  __device__ __forceinline__ void weights(float (&s)[kS], unsigned (&w)[kS / 2], float (&l)[2], const float (&top)[2],
+  __device__ __forceinline__ void weights(float (&s)[kS], unsigned (&w)[kWords], float (&l)[2], const float (&top)[2],
                                           const float (&shrink)[2], float (&sum)[2], float after, bool near) const {
     if constexpr (L::kCapped) {
       if (near) {
@@ -308,15 +309,24 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
       exponentials<1>(s, top[1], fmaxf(top[1], ptx::after(after)), sum);
     }
 #pragma unroll
-    for (int n = 0; n < kS / 4; ++n)
+    for (int n = 0; n < kWords / 2; ++n)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        w[2 * n + half] = ptx::pack2<kH>(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
+        if constexpr (L::kNarrow) {
+          const float *x = s + 8 * n + 2 * half, *y = x + 4;
+          w[2 * n + half] = ptx::pack4_e4m3(x[0], x[1], y[0], y[1]);
+        } else {
+          w[2 * n + half] = ptx::pack2<kH>(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
+        }
       }
     if constexpr (!Variant::use_softmax) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) l[half] = __fmaf_rn(l[half], shrink[half], sum[half]);
   }
+
+  // What exponents subtract where the maximum is that, as an exponent of 2.
+  static constexpr float kLift = 8.0f;
+  __device__ __forceinline__ static float lifted(float x) { return L::kNarrow ? __fsub_rn(x, kLift) : x; }
 
   __device__ __forceinline__ void rescale(float (&o)[kO], const float (&shrink)[2]) const {
     if constexpr (!Variant::use_softmax) return;
@@ -370,15 +380,16 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   }
 
   // x: the largest score of a row so far. m follows when it has fallen behind by more than a factor of 2^kSlack, so
-  // that O is seldom multiplied; weights are 2^kSlack at most. (The idea is FlashAttention-4's.)
+  // that O is seldom multiplied; weights are 2^kSlack at most. (The idea is FlashAttention-4's.) Weights in 8 bits
+  // begin at 2^kLift instead of 1, because their smallest number is 2^-9, and may not pass 448.
   __device__ __forceinline__ void settle(int half, float x, float (&m)[2], float (&top)[2], float (&shrink)[2],
                                          const float (&bias)[2]) const {
-    constexpr float kSlack = 8.0f;
+    constexpr float kSlack = L::kNarrow ? 0.5f : 8.0f;
     const float before = __fmul_rn(m[half], unit(half)), now = __fmul_rn(x, unit(half));  // -inf stays -inf
     const bool stays = __fsub_rn(now, before) <= kSlack;
     // Rows that see nothing yet subtract 0: every weight is 2^-inf.
-    top[half] = x == neg_inf() ? 0.0f : stays ? before : now;
-    shrink[half] = ptx::ex2(__fsub_rn(before, top[half]));
+    top[half] = x == neg_inf() ? 0.0f : lifted(stays ? before : now);
+    shrink[half] = ptx::ex2(__fsub_rn(lifted(before), top[half]));
     m[half] = stays ? m[half] : x;
     if constexpr (kLinear) top[half] = __fmaf_rn(-bias[half], unit(half), top[half]);
   }

@@ -158,7 +158,7 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
                                          int rows, const char*& at) const {
     at = p_.q + ((item.q_begin + first / Config::group) * p_.q_stride_row +
                  static_cast<long long>(head * Config::group) * p_.q_stride_head) *
-                    2;
+                    L::kElementQ;
     return 32 % Config::group == 0 && vector_queries() && !part.qo_index &&
            item.q_begin + (first + row + rows) / Config::group <= item.q_end;
   }
@@ -175,17 +175,21 @@ class HopperTables : public HopperKeys<Config, Variant, kHow> {
     const unsigned tile = base_ + (pass & (L::kBuffersQ - 1)) * L::kBytesQ;
     if constexpr (32 % Config::group == 0) {
       if (even) {
-        return copy_even<L::kDim, L::kSlabQ, Config::group>(at, tile, row, p_.q_stride_row * 2, p_.q_stride_head * 2,
-                                                            lane_);
+        return copy_even<kWordsQ, L::kSlabQ, Config::group>(at, tile, row, p_.q_stride_row * L::kElementQ,
+                                                            p_.q_stride_head * L::kElementQ, lane_);
       }
     }
-    gather_any<L::kDim, L::kSlabQ, 2>(vector_queries(), p_.q, tile, row,
-                                      query_offset(item, part, head, first + row + lane_), lane_);
+    gather_any<kWordsQ, L::kSlabQ, L::kElementQ>(vector_queries(), p_.q, tile, row,
+                                                 query_offset(item, part, head, first + row + lane_), lane_);
   }
 
   __device__ __forceinline__ bool vector_queries() const {
-    return ((reinterpret_cast<unsigned long long>(p_.q) | (p_.q_stride_row | p_.q_stride_head) * 2) & 15) == 0;
+    return ((reinterpret_cast<unsigned long long>(p_.q) | (p_.q_stride_row | p_.q_stride_head) * L::kElementQ) & 15) ==
+           0;
   }
+
+ private:
+  static constexpr int kWordsQ = L::kDim * L::kElementQ / 2;  // of 16 bits, of a row
 };
 
 }  // namespace attnrt

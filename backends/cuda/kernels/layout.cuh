@@ -10,8 +10,8 @@ namespace attnrt {
 
 __host__ __device__ constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
-// Config: q_type, kv_type, out_type (Dtype); group, head_dim, head_dim_vo, m_blocks (16-row blocks per tile), kv_tile,
-// stages (int); shared_kv (bool). Variant: the printed variant struct.
+// Config: q_type (of products), q_stored_type, kv_type, out_type (Dtype); group, head_dim, head_dim_vo, m_blocks
+// (16-row blocks per tile), kv_tile, stages (int); shared_kv (bool). Variant: the printed variant struct.
 template <class Config, class Variant>
 struct Layout {
   static constexpr int kWarps = 4;

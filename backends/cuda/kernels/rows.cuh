@@ -103,6 +103,17 @@ __device__ __forceinline__ void map_pairs(typename Bits<T>::type* row, int first
   }
 }
 
+// A number of q in the type of products: the same, or, of 8 bits, one that holds it exactly.
+template <class Config>
+__device__ __forceinline__ typename Bits<Config::q_type>::type number_of_q(
+    typename Bits<Config::q_stored_type>::type x) {
+  if constexpr (Config::q_type == Config::q_stored_type) {
+    return x;
+  } else {
+    return from_float<Config::q_type>(to_float<Config::q_stored_type>(x));
+  }
+}
+
 // Q of the tile into shared memory, zeros in padded rows and columns; the query hook is applied in float32 and rounded
 // once.
 template <class Config, class Variant>
@@ -110,15 +121,18 @@ __device__ __forceinline__ void load_q(const RunParams& p, const ParamRef* param
                                        const Meta<Layout<Config, Variant>>& meta) {
   using L = Layout<Config, Variant>;
   typedef typename Bits<Config::q_type>::type Element;
+  typedef typename Bits<Config::q_stored_type>::type Stored;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
   for (int r = warp; r < L::kRows; r += L::kWarps) {
     Element* dst = reinterpret_cast<Element*>(smem + L::kOffsetQ + r * L::kPitchK);
     const int qo_row = meta.qo_row[r];
     const int head = meta.qo_head[r];
-    const Element* src = reinterpret_cast<const Element*>(p.q) + static_cast<long long>(qo_row) * p.q_stride_row +
-                         static_cast<long long>(head) * p.q_stride_head;
-    for (int d = lane; d < L::kDim; d += 32) dst[d] = qo_row >= 0 && d < Config::head_dim ? src[d] : Element(0);
+    const Stored* src = reinterpret_cast<const Stored*>(p.q) + static_cast<long long>(qo_row) * p.q_stride_row +
+                        static_cast<long long>(head) * p.q_stride_head;
+    for (int d = lane; d < L::kDim; d += 32) {
+      dst[d] = qo_row >= 0 && d < Config::head_dim ? number_of_q<Config>(src[d]) : Element(0);
+    }
     if constexpr (Variant::has_query) {
       __syncwarp();
       if (qo_row >= 0) {
