@@ -385,6 +385,13 @@ inline void st_matrices(u32 a, u32 x0, u32 x1, u32 x2, u32 x3) {
     memcpy(emu::at(row + lane % 4 * 4), &x[i], 4);
   }
 }
+inline void ld_matrices(u32 (&x)[4], u32 a) {
+  const u32 lane = emu::self->tid % 32;
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 row = __shfl_sync(0xffffffffu, a, 8 * i + lane / 4);
+    memcpy(&x[i], emu::at(row + lane % 4 * 4), 4);
+  }
+}
 inline void ld_matrices_turned(u32 (&x)[4], u32 a) {
   const u32 lane = emu::self->tid % 32;
   for (u32 i = 0; i < 4; ++i) {
@@ -624,8 +631,8 @@ struct WgmmaChain {
     }
   }
 };
-template <int N>
-struct WgmmaChainE4m3 {
+template <int N, int kSteps>
+struct WgmmaE4m3 {
   template <class A>
   static void multiply(float* d, A a, u64 b, bool add) {
     const int t = emu::self->tid % 4;
@@ -647,7 +654,7 @@ struct WgmmaChainE4m3 {
     product([=] {
       emu::Fiber* now = emu::self;
       emu::self = me;
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kSteps; ++i) {
         float rows[2][32];
         for (int h = 0; h < 2; ++h)
           for (int k = 0; k < 32; ++k)
@@ -661,8 +668,8 @@ struct WgmmaChainE4m3 {
   template <int kStepB>
   static void rs(float (&d)[N / 2], const u32* a, u64 b, int add) {
     const int quad = emu::self->tid % 32 / 4 * 4;
-    auto rows = std::make_shared<std::vector<float>>(4 * 64);
-    for (int r = 0; r < 16; ++r) {
+    auto rows = std::make_shared<std::vector<float>>(kSteps * 64);
+    for (int r = 0; r < 4 * kSteps; ++r) {
       const unsigned long long* all = emu::exchange(a[r]);
       for (int t = 0; t < 4; ++t)
         for (int e = 0; e < 4; ++e)
@@ -674,12 +681,16 @@ struct WgmmaChainE4m3 {
     product([=] {
       emu::Fiber* now = emu::self;
       emu::self = me;
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < kSteps; ++i)
         multiply(p, [&](int h, int k) { return (*rows)[i * 64 + h * 32 + k]; }, desc_add(b, i * kStepB), add || i > 0);
       emu::self = now;
     });
   }
 };
+template <int N>
+using WgmmaChainE4m3 = WgmmaE4m3<N, 4>;
+template <int N>
+using WgmmaPairE4m3 = WgmmaE4m3<N, 2>;
 }  // namespace ptx
 }  // namespace attnrt
 inline void __syncthreads() { attnrt::ptx::bar_sync(16, (unsigned)emu::fibers.size()); }

@@ -7,8 +7,9 @@
 // at last the product of the last tile. P never leaves registers. Behind that last product go the first scores of what
 // comes next, and under these the leaf's O is finished and written. In the loop over tiles warpgroups take turns at
 // issuing (named barriers), so that one's exponentials run under the other's products; at the ends of leaves nobody
-// waits for a turn. With three, a warpgroup none of whose rows sees a key of a leaf's last tile hands that tile back
-// and takes its turn, without a product. Row r of a pass is query r / group, head r % group.
+// waits for a turn; nor does anybody for products of 8-bit numbers. With three, a warpgroup none of whose rows sees a
+// key of a leaf's last tile hands that tile back and takes its turn, without a product. Row r of a pass is query r /
+// group, head r % group.
 //
 // Numerics. Keys ascend from the leaf's start in tiles at multiples of kTile; a row's maximum, its shrink factor and
 // its sum belong to that row's own thread quad: lane t of the quad adds its keys 8n + 2t, 8n + 2t + 1 pair by pair in
@@ -17,17 +18,19 @@
 // on keys past the last visible one (they add 0 under an unchanged maximum) or on whether the multiplication by a
 // shrink factor of 1 is skipped.
 #pragma once
-#include "hopper_results.cuh"
+#include "hopper_buffers.cuh"
 #include "hopper_rewrite.cuh"
 #include "roles.cuh"
 
 namespace attnrt {
 
 template <class Config, class Variant, class Loader>
-class HopperConsumer : public HopperResults<Config, Variant> {
+class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
   using L = HopperLayout<Config, Variant>;
-  using Base = HopperResults<Config, Variant>;
-  using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::kWords, Base::lane_;
+  using Base = HopperBuffers<Config, Variant, Loader>;
+  using Base::bar, Base::open_pass, Base::release, Base::release_queries, Base::wait_k, Base::wait_v;
+  using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::kWords, Base::lane_,
+      Base::warp_;
   using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
       Base::results, Base::seen_end_, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::record;
@@ -48,7 +51,10 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       Leaf x;
       load_rows(x.rows);
       if (idle_) {
-        pass_by();
+        this->pass_by([&] {
+          turn_begin();
+          turn_end();
+        });
         continue;
       }
       run_on(x);
@@ -267,39 +273,11 @@ class HopperConsumer : public HopperResults<Config, Variant> {
     if (x.ends && x.offset >= x.stop) release_queries();
   }
 
-  // A pass for a warpgroup without rows: it hands buffers back and takes its turns.
-  __device__ __forceinline__ void pass_by() {
-    release_queries();  // at once: a stage that rewrites brings the next pass's before this one's last V
-    const WorkItem& item = record().item;
-    int leaf = item.leaf_begin;
-#pragma unroll 1
-    do {  // an item without leaves has one tile of dead keys, too
-      int begin, stop;
-      leaf_range<L::kTile>(p_, item, leaf, begin, stop);
-#pragma unroll 1
-      for (int offset = begin; offset < stop; offset += L::kTile) {
-        wait_k(tile_);
-        if (offset > begin) {
-          turn_begin();
-          turn_end();
-        }
-        release(meta_.k_empty[tile_ % L::kStages]);
-        wait_v(tile_);
-        release(meta_.v_empty[tile_ % L::kStages]);
-        ++tile_;
-      }
-    } while (++leaf < item.leaf_end);
-    release(meta_.table_empty[L::table(pass_)]);
-    ++pass_;
-  }
-
-  __device__ __forceinline__ static unsigned bar(const unsigned long long& b) { return ptx::smem_addr(&b); }
-
   // ------------------------------------------------------------------ turns
 #ifdef HOPPER_NO_TURNS
   static constexpr bool kTurns = false;
 #else
-  static constexpr bool kTurns = true;
+  static constexpr bool kTurns = !L::kNarrow;  // their products are too short for it to matter who comes first
 #endif
   // Barrier 1 + g is warpgroup g's turn to issue; its predecessor arrives there.
   __device__ __forceinline__ void turn_begin() const {
@@ -346,39 +324,6 @@ class HopperConsumer : public HopperResults<Config, Variant> {
       }
     }
     ptx::wgmma_commit();
-  }
-
-  __device__ __forceinline__ void wait_k(int t) const { wait_k(bar(meta_.k_full[t % L::kStages]), t / L::kStages & 1); }
-  __device__ __forceinline__ void wait_k(unsigned full, unsigned parity) const {
-    ptx::mbar_wait(full, parity);
-    if constexpr (Loader::kConsumersFence && !L::kRewritesK) ptx::fence_proxy_async();  // else the rewriter has
-  }
-  __device__ __forceinline__ void wait_v(int t) const { wait_v(bar(meta_.v_full[t % L::kStages]), t / L::kStages & 1); }
-  __device__ __forceinline__ void wait_v(unsigned full, unsigned parity) const {
-    ptx::mbar_wait(full, parity);
-    if constexpr (Loader::kConsumersFence && !L::kRewritesV) ptx::fence_proxy_async();
-  }
-  __device__ __forceinline__ void release(const unsigned long long& empty) const {
-    // lane 0 speaks for lanes that may still be reading the key table
-    ptx::mbar_arrive_warp(bar(empty), lane_);
-  }
-
-  // Waits for a pass's Q and tables; false: the list has ended.
-  __device__ __forceinline__ bool open_pass(int pass) const {
-    ptx::mbar_wait(bar(meta_.table_full[L::table(pass)]), pass / L::kTables & 1);
-    if (meta_.pass[L::table(pass)].done) return false;
-    if constexpr (L::kBuffersQ == 1) {
-      ptx::mbar_wait(bar(meta_.half_full[group_]), pass & 1);
-    } else {
-      ptx::mbar_wait(bar(meta_.q_full[pass & 1]), pass >> 1 & 1);
-    }
-    if constexpr (Loader::kConsumersFence && !L::kRewritesQ) ptx::fence_proxy_async();
-    return true;
-  }
-
-  // The last scores of a pass are there.
-  __device__ __forceinline__ void release_queries() const {
-    release(L::kBuffersQ == 1 ? meta_.half_empty[group_] : meta_.q_empty[pass_ & 1]);
   }
 };
 
