@@ -29,7 +29,7 @@ def _users(roots: list[Node]) -> dict[int, list[Node]]:
 def units(printer: Printer, variant: Composed, roots: list[Node], row_names: dict[int, str]) -> list[str]:
     """How a kernel may leave out the multiplication of each score by sm_scale, or by a factor of its row: see the header."""
     users = _users(roots)
-    scores = [n for n in topological(tuple(roots)) if n.op == "input" and n.attr == "score"]
+    scores = [n for n in topological(tuple(roots)) if _is_score(n)]
     of_score = [user for score in scores for user in users.get(id(score), [])]
 
     def own_factor(product: Node) -> str | None:
@@ -42,12 +42,14 @@ def units(printer: Printer, variant: Composed, roots: list[Node], row_names: dic
         scales = own_factor(of_score[0])
         bias = _bias(variant)
         keeps = None if bias is None else own_factor(bias)
-    factor = _positive_factor(variant)
+    factor, reduced_to = _positive_factor(variant), _reduced_root(variant)
+    is_scaled = reduced_to is not None and _is_score(reduced_to)
     statement = f"{scales} = {scales} * by;" if scales else f"{keeps} = {keeps} / by;" if keeps else ""
     return [
         f"  static constexpr bool scales_score = {'true' if scales else 'false'};",
         f"  static constexpr bool keeps_units = {'true' if keeps else 'false'};",
         f"  static constexpr bool row_units = {'false' if factor is None else 'true'};",
+        f"  static constexpr bool is_scaled = {'true' if is_scaled else 'false'};",
         "  ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {",
         *([f"    {statement}"] if statement else []),
         "  }",
@@ -63,8 +65,7 @@ def _bias(variant: Composed) -> Node | None:
     if root is None or root.dtype != FLOAT or root.op not in ("add", "sub") or not variant.use_softmax:
         return None
     args = root.args if root.op == "sub" else sorted(root.args, key=lambda a: a.op == "mul")
-    is_score = args[0].op == "input" and args[0].attr == "score"
-    return args[1] if is_score and args[1].op == "mul" else None
+    return args[1] if _is_score(args[0]) and args[1].op == "mul" else None
 
 
 def _linear(variant: Composed) -> tuple[Node, bool, Node | None] | None:
@@ -178,11 +179,18 @@ def has_quick(lines: list[str]) -> bool:
 
 
 def _positive_factor(variant: Composed) -> Node | None:
-    """A number above 0 that the final logit is a multiple of: a parameter or a constant."""
+    """A number above 0 that the final logit is a multiple of: a parameter or a constant, or any value of the row that the score
+    itself is multiplied by."""
     root = variant.logits
     if root is None or root.op != "mul" or root.dtype != FLOAT or not variant.use_softmax:
         return None
-    return next((a for a in root.args if _is_leaf_of_row(a) and _is_positive(variant, a)), None)
+    scaled = any(_is_score(a) for a in root.args)
+    fit = (a for a in root.args if _is_leaf_of_row(a) or (scaled and a.level <= ROW and not _is_score(a)))
+    return next((a for a in fit if _is_positive(variant, a)), None)
+
+
+def _is_score(node: Node) -> bool:
+    return node.op == "input" and node.attr == "score"
 
 
 def _is_leaf_of_row(node: Node) -> bool:
@@ -204,7 +212,7 @@ def capped(printer: Printer, variant: Composed, row_names: dict[int, str]) -> li
     if reduced is not None and reduced.op == "tanh" and reduced.args[0].op in ("mul", "div"):
         inner = reduced.args[0]
         for score, other in (inner.args, inner.args[::-1])[: 2 if inner.op == "mul" else 1]:
-            if score.op == "input" and score.attr == "score" and _is_positive(variant, other):
+            if _is_score(score) and _is_positive(variant, other):
                 text = row_names.get(id(other)) or printer.expression(other, [])
                 factor = text if inner.op == "mul" else f"1.0f / {text}"
     return [

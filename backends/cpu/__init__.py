@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CpuBackend", "load"]
 
-Q_DTYPES = ("float32", "float16", "bfloat16")
-KV_DTYPES = (*Q_DTYPES, "float8_e4m3fn", "float8_e5m2")
+Q_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+KV_DTYPES = Q_DTYPES
 
 
 class CpuBackend:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaBackend"]
 
-Q_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
-OUT_DTYPES = ("float16", "bfloat16", "float32")
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+Q_DTYPES = ("float16", "bfloat16", *FP8_DTYPES)
+OUT_DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 576
 #: An H200's multiprocessors, for plans made without a GPU.
 DEFAULT_MULTIPROCESSORS = 132
@@ -131,9 +131,8 @@ def why_not_spec(spec: AttentionSpec) -> tuple[str, ...]:
     reasons = []
     if spec.q_dtype not in Q_DTYPES:
         reasons.append(f"takes q as {' or '.join(Q_DTYPES)}, not {spec.q_dtype}")
-    if spec.kv_dtype != spec.q_dtype and (tables.narrow(spec) or spec.kv_dtype not in FP8_DTYPES):
-        fp8 = "" if tables.narrow(spec) else " or fp8"
-        reasons.append(f"takes K and V in q's dtype{fp8}, not {spec.kv_dtype}")
+    if spec.kv_dtype != spec.q_dtype and spec.kv_dtype not in FP8_DTYPES:
+        reasons.append(f"takes K and V in q's dtype or fp8, not {spec.kv_dtype}")
     if spec.out_dtype not in OUT_DTYPES:
         reasons.append(f"writes {', '.join(OUT_DTYPES)}, not {spec.out_dtype}")
     if max(spec.head_dim, spec.head_dim_vo) > MAX_HEAD_DIM:

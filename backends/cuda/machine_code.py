@@ -17,8 +17,9 @@ from attnrt.errors import CompileError
 
 __all__ = ["check_code", "overwritten_operands"]
 
-#: Low 12 bits of an instruction: HGMMA with A in registers; WARPGROUP, of which this bit says that it waits for products.
-_PRODUCT, _WARPGROUP, _WAITS = 0xDF0, 0x9C5, 1 << 47
+#: Low 12 bits of an instruction: HGMMA and QGMMA (16 and 8 bits) with A in registers; WARPGROUP, of which this bit says that it
+#: waits for products.
+_PRODUCTS, _WARPGROUP, _WAITS = (0xDF0, 0xDF3), 0x9C5, 1 << 47
 
 
 def check_code(image: bytes, label: str, log: str = "") -> None:
@@ -47,7 +48,7 @@ def _overwrites(words: np.ndarray) -> bool:
     """Whether it is so in one kernel; the first word of each instruction."""
     kind = words & 0xFFF
     waits = np.flatnonzero((kind == _WARPGROUP) & ((words & _WAITS) != 0))
-    products = np.flatnonzero(kind == _PRODUCT)
+    products = np.flatnonzero(np.isin(kind, _PRODUCTS))
     registers = (words[products] >> np.uint64(24)).astype(np.int64) & 0xFF
     at = np.sort(np.searchsorted(waits, products) << 8 | registers)
     return bool((at[1:] == at[:-1]).any())

@@ -87,7 +87,8 @@ class TileConfig:
 
 
 def narrow(spec: AttentionSpec) -> bool:
-    """Whether q has 8 bits. The Hopper kernel multiplies such numbers as they are, the other kernels in float16, exactly."""
+    """Whether q has 8 bits. The Hopper kernel multiplies e4m3 as it is, the other kernels both formats in float16, which holds
+    them exactly."""
     return as_dtype(spec.q_dtype).itemsize == 1
 
 
@@ -208,7 +209,8 @@ def hopper_config(spec: AttentionSpec) -> HopperConfig | None:
     if narrow(spec):  # products of what is stored; V is turned round by the stage that rewrites
         bare = not hooks and composed.use_softmax
         dims = (spec.head_dim, spec.head_dim_vo) == (128, 128)
-        return replace(found, rewrites=True) if bare and dims and not widens else None
+        taken = bare and dims and spec.q_dtype == spec.kv_dtype == "float8_e4m3fn"
+        return replace(found, rewrites=True) if taken else None
     # Three warpgroups of consumers leave 160 registers to each of their threads: what holds more than a row's bounds has two.
     bare = composed.logits is None and composed.mask is None and not composed.reads_index_mask
     if not bare or hooks or widens:

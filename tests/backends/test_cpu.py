@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -73,6 +75,18 @@ def test_shapes(cpu, dtypes, seed):
 def test_any_group(cpu, group, qo_len):
     spec = spec_of(v.causal(), num_qo_heads=group, num_kv_heads=1)
     checked(testing.make_case(spec, [qo_len], [150], seed=group), cpu)
+
+
+@pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("kv_dtype", [None, "bfloat16"])
+def test_queries_in_8_bits(cpu, q_dtype, kv_dtype):
+    """Held to what float32 queries are: they are widened, nothing is rounded to their format."""
+    spec = spec_of(v.causal(), q_dtype=q_dtype, kv_dtype=kv_dtype, out_dtype="float32")
+    case = testing.make_case(spec, [40, 1, 9], [150, 300, 9], seed=6)
+    batch = testing.lay_out(case, page_size=16)
+    result = testing.run_batch(case, batch, cpu)
+    answer = testing.oracle_answer(spec, batch.index, batch.q, batch.kv)
+    testing.compare(replace(spec, q_dtype="float32"), answer, result.out, result.lse)
 
 
 def test_long_rows_are_folded(cpu):

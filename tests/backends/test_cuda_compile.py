@@ -126,6 +126,10 @@ HOPPER_SPECS = {
     "mask": ({"variant": (v.custom_mask(),)}, (44, 32, 108, 96)),
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.
     "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (28, 16, 96, 84)),
+    "e4m3 of e4m3": (
+        {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "out_dtype": "bfloat16"},
+        (4, 4, 36, 32),
+    ),
     "rope": ({"variant": (v.causal(), v.rope(128))}, (236, 156, 312, 232)),
     "rope of q": ({"variant": (v.causal(), v.rope(128, keys=False))}, (140, 68, 204, 132)),
 }
@@ -209,7 +213,13 @@ def test_which_specs_the_hopper_kernel_takes():
         s = spec(**changes)
         assert hopper_config(s).rows == rows
         assert [c.q_tile for c in traits_for(s, 132, "batch", hopper=True).classes[1:]] == [rows] * 2
+    narrow = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "out_dtype": "float16"}
+    assert hopper_config(spec(**narrow)) == hopper_config(spec(kv_dtype="float8_e4m3fn"))
     for changes in (
+        narrow | {"head_dim": 64},
+        narrow | {"kv_dtype": "float8_e5m2"},
+        narrow | {"variant": v.rope(128)},
+        narrow | {"variant": v.sigmoid()},
         {"head_dim": 256, "kv_dtype": "float8_e4m3fn"},
         {"variant": v.rope(24)},
         {"kv_dtype": "float32"},

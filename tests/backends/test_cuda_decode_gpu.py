@@ -66,8 +66,14 @@ def test_layouts(monkeypatch, lengths, page_size, kv_layout):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     "dtypes",
-    [("float16", None, None), ("bfloat16", "float8_e4m3fn", None), ("float16", "float8_e5m2", "float32")],
-    ids=["fp16", "e4m3", "e5m2"],
+    [
+        ("float16", None, None),
+        ("bfloat16", "float8_e4m3fn", None),
+        ("float16", "float8_e5m2", "float32"),
+        ("float8_e4m3fn", None, "bfloat16"),
+        ("float8_e5m2", "float8_e4m3fn", "float32"),
+    ],
+    ids=["fp16", "e4m3", "e5m2", "q e4m3", "q e5m2"],
 )
 def test_types(monkeypatch, dtypes, head_dim):
     q, kv, out = dtypes

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import attnrt as at
@@ -75,6 +76,31 @@ def test_variants(name):
 @pytest.mark.parametrize("q_dtype", ["bfloat16", "float16"])
 def test_types(q_dtype, kv_dtype, head_dim):
     both(spec(q_dtype=q_dtype, kv_dtype=kv_dtype, head_dim=head_dim), DECODE)
+
+
+@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "passes"])
+@pytest.mark.parametrize("dtypes", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")], ids="-".join)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_queries_in_8_bits(head_dim, dtypes, lengths):
+    """Multiplied in float16, which holds them: as exact as queries in it; aligned or not."""
+    q, kv = (f"float8_{name}" for name in dtypes)
+    s = spec(q_dtype=q, kv_dtype=kv, out_dtype="float32", head_dim=head_dim)
+    case = testing.make_case(s, *lengths, seed=5)
+    batch = testing.lay_out(case)
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv)
+    bytes_on = np.empty((len(batch.q), 8, head_dim + 1), batch.q.dtype)[..., 1:]  # rows at odd addresses
+    bytes_on[:] = batch.q
+    results = []
+    for decode in (True, False):
+        attn = at.Attention(s, backend=EmulatedCuda(decode, False, 2), device="cpu")
+        attn.plan(batch.index)
+        for rows in (batch.q, bytes_on):
+            out, lse = attn.run(rows, batch.kv, return_lse=True)
+            testing.compare(replace(s, q_dtype="float16"), answer, out, lse)
+            results.append((out, lse))
+    for out, lse in results[1:]:
+        np.testing.assert_array_equal(out, results[0][0])
+        np.testing.assert_array_equal(lse, results[0][1])
 
 
 @pytest.mark.parametrize("heads", [(3, 1), (9, 3), (13, 1), (16, 1), (4, 4)])

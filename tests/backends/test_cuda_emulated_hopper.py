@@ -214,6 +214,64 @@ def test_rewritten_tiles(name):
         testing.same(results[0], results[-1], f"pages of {page_size}, boxes {boxes}")
 
 
+#: Specs whose products are of 8-bit numbers.
+NARROW = {
+    "causal": {},
+    "full, float32": {"variant": v.full(), "out_dtype": "float32"},
+    "window": {"variant": (v.causal(), v.sliding_window(70))},
+    "softcap": {"variant": (v.causal(), v.softcap(5.0))},
+    "alibi": {"variant": (v.causal(), v.alibi())},
+    "scales, sinks": {
+        "variant": (v.causal(), v.fp8_scales(q_scale=0.5, k_scale=1.5, v_scale=2.0), v.sink_logits(-1.0))
+    },
+    "groups of 8": {"num_qo_heads": 8, "num_kv_heads": 1},
+}
+E4M3 = {"q_dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "head_dim": 128}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_products_of_8_bit_numbers(name):
+    """Boxes and keys, whatever the page."""
+    s = spec(**{**E4M3, **NARROW[name]})
+    lengths = ([70, 1, 150], [150, 9, 350])
+    results = []
+    for page_size, boxes, seed in ((16, True, 1), (64, True, 2), (16, False, 3), (1, True, 4)):
+        backend = EmulatedHopper(2, boxes=boxes, seed=seed)
+        results.append(right(s, lengths, backend, page_size=page_size)[0])
+        assert backend.seen == [boxes and page_size > 1]
+        testing.same(results[0], results[-1], f"pages of {page_size}, boxes {boxes}")
+
+
+@pytest.mark.parametrize("oracle", ["poison", "batch_invariance"])
+def test_products_of_8_bit_numbers_bitwise(oracle):
+    case = testing.make_case(spec(**E4M3), [40, 1, 0, 33], [150, 60, 9, 20])
+    getattr(testing, oracle)(case, EmulatedHopper())
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_courses_of_scores_in_8_bits(course):
+    """Weights are at most what the format holds, however scores rise."""
+    s = spec(**E4M3, variant=v.full())
+    case = along(testing.make_case(s, [70, 33], [390, 150], seed=5), course)
+    batch = testing.lay_out(case, page_size=16)
+    result = testing.run_batch(case, batch, EmulatedHopper(), device="cpu")
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv)
+    testing.compare(s, answer, result.out, result.lse)
+
+
+def test_queries_in_8_bits_at_odd_addresses():
+    s = spec(**E4M3)
+    case = testing.make_case(s, [70, 40], [150, 40], seed=7)
+    batch = testing.lay_out(case)
+    want = testing.run_batch(case, batch, EmulatedHopper(), device="cpu")
+    rows = np.empty((len(batch.q), 4, 129), batch.q.dtype)[..., 1:]
+    rows[:] = batch.q
+    attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
+    attn.plan(batch.index)
+    out, lse = attn.run(rows, batch.kv, return_lse=True)
+    testing.same(want, testing.Result(out=out, lse=lse), "odd addresses")
+
+
 @pytest.mark.parametrize("oracle", ["poison", "batch_invariance"])
 @pytest.mark.parametrize("name", ["e4m3 64", "own"])
 def test_rewritten_tiles_bitwise(name, oracle):

@@ -28,6 +28,8 @@ if driver.why_not() is None and driver.device_attribute(0, driver.MAJOR) != 9:
 #: Appends and prompts beside decode steps and nothing; odd lengths, more queries than keys, rows cut among workers.
 LENGTHS = ([200, 1, 0, 130, 17, 600, 33, 90], [333, 1400, 9, 130, 10, 777, 4500, 20])
 PROMPTS = ([200, 130, 33], [333, 130, 4500])
+#: Products of 8-bit numbers.
+E4M3 = {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "out_dtype": "bfloat16"}
 
 
 def right(s, lengths=LENGTHS, backend="nvrtc", **layout):
@@ -70,6 +72,16 @@ def test_courses_of_scores(dim, course):
     testing.compare(s, answer, result.out, result.lse)
 
 
+@pytest.mark.parametrize("course", COURSES)
+def test_courses_of_scores_in_8_bits(course):
+    s = spec(**E4M3, variant=v.full())
+    case = along(testing.make_case(s, [200, 130, 600], [333, 1130, 4500], seed=5), course)
+    batch = testing.lay_out(case, page_size=16)
+    result = testing.run_batch(case, batch, "nvrtc", device="cuda")
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv)
+    testing.compare(s, answer, result.out, result.lse)
+
+
 @pytest.mark.parametrize("name", ["causal", "softcap"])
 def test_masks_of_bits(name):
     """What an index hides; one key by key, one in boxes, with the same bits."""
@@ -96,7 +108,7 @@ def test_dims_and_types(dims, q_dtype):
     right(spec(head_dim=dims[0], head_dim_vo=dims[1], q_dtype=q_dtype), page_size=1)
 
 
-#: Specs whose tiles are rewritten between load and multiply.
+#: Specs whose tiles are rewritten between load and multiply; of the last ones q has 8 bits, too, and so have the products.
 REWRITTEN = {
     "e4m3": {"kv_dtype": "float8_e4m3fn"},
     "e5m2, float16": {"kv_dtype": "float8_e5m2", "q_dtype": "float16", "head_dim": 64, "head_dim_vo": 64},
@@ -107,6 +119,12 @@ REWRITTEN = {
     "rope 192/128": {"variant": (v.causal(), v.rope(64)), "head_dim": 192},
     "rope e4m3": {"variant": (v.causal(), v.rope(64)), "kv_dtype": "float8_e4m3fn"},
     "own": {"variant": (v.causal(), own_maps())},
+    "e4m3 of e4m3": E4M3,
+    "full, float32 of e4m3": E4M3 | {"variant": v.full(), "out_dtype": "float32"},
+    "softcap of e4m3": E4M3 | {"variant": (v.causal(), v.softcap(5.0))},
+    "alibi of e4m3": E4M3 | {"variant": (v.causal(), v.alibi())},
+    "scales of e4m3": E4M3
+    | {"variant": (v.causal(), v.fp8_scales(q_scale=0.5, k_scale=1.5, v_scale=2.0), v.sink_logits(-1.0))},
 }
 
 
@@ -122,7 +140,7 @@ def test_rewritten_tiles(name):
 
 
 @pytest.mark.parametrize("oracle", ["poison", "batch_invariance", "workers"])
-@pytest.mark.parametrize("name", ["e4m3", "rope"])
+@pytest.mark.parametrize("name", ["e4m3", "rope", "e4m3 of e4m3"])
 def test_rewritten_tiles_bitwise(name, oracle):
     case = testing.make_case(spec(**REWRITTEN[name]), *LENGTHS)
     if oracle == "workers":

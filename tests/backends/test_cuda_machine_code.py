@@ -27,40 +27,48 @@ extern "C" __global__ void kernel(float* out, const unsigned* in, unsigned long 
 }
 """
 PRODUCT = """
-#define PRODUCT(x)                                                                                                  \\
-  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;" \\
-               : "+f"(o[0]), "+f"(o[1]), "+f"(o[2]), "+f"(o[3])                                                      \\
+#define PRODUCT(x)                                                                                        \\
+  asm volatile("wgmma.mma_async.sync.aligned.TYPES {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1REST;" \\
+               : "+f"(o[0]), "+f"(o[1]), "+f"(o[2]), "+f"(o[3])                                            \\
                : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(desc))
 """
+#: Of 16-bit numbers and of 8-bit ones: the instruction, what follows its scales, the low byte of its code.
+KINDS = {"bf16": ("m64n8k16.f32.bf16.bf16", ", 0", 0xF0), "e4m3": ("m64n8k32.f32.e4m3.e4m3", "", 0xF3)}
+kinds = pytest.mark.parametrize("kind", KINDS)
 WAIT = 'asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; wgmma.fence.sync.aligned;");'
 
 
-def code_of(between):
-    return nvrtc.compile_source(PRODUCT + TEXT.replace("BETWEEN", between), "sm_90a", "products")[0]
+def code_of(kind, between):
+    types, rest, _ = KINDS[kind]
+    product = PRODUCT.replace("TYPES", types).replace("REST", rest)
+    return nvrtc.compile_source(product + TEXT.replace("BETWEEN", between), "sm_90a", "products")[0]
 
 
-def patched(image):
+def patched(kind, image):
     """The same machine code, the second product reading A where the first does."""
-    words = bytearray(image)
-    at = [i for i in range(0, len(words) - 16, 16) if words[i] == 0xF0 and words[i + 1] & 15 == 0xD]
+    words, low = bytearray(image), KINDS[kind][2]
+    at = [i for i in range(0, len(words) - 16, 16) if words[i] == low and words[i + 1] & 15 == 0xD]
     assert len(at) == 2
     words[at[1] + 3] = words[at[0] + 3]
     return bytes(words)
 
 
-def test_products_of_their_own_registers():
-    assert overwritten_operands(code_of("")) == []
+@kinds
+def test_products_of_their_own_registers(kind):
+    assert overwritten_operands(code_of(kind, "")) == []
 
 
-def test_products_that_share_registers():
-    image = patched(code_of(""))
+@kinds
+def test_products_that_share_registers(kind):
+    image = patched(kind, code_of(kind, ""))
     assert overwritten_operands(image) == ["kernel"]
     with pytest.raises(CompileError, match="operand that a product still reads"):
         check_code(image, "the kernel of own", "a log")
 
 
-def test_a_wait_between_them():
-    assert overwritten_operands(patched(code_of(WAIT))) == []
+@kinds
+def test_a_wait_between_them(kind):
+    assert overwritten_operands(patched(kind, code_of(kind, WAIT))) == []
 
 
 def test_other_bytes():

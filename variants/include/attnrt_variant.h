@@ -15,6 +15,7 @@
 //   constexpr bool V::scales_score       scale(r, sm_scale) lets logits() take q.k itself instead of q.k * sm_scale
 //   constexpr bool V::keeps_units        the same, and what logits() returns is to be multiplied by sm_scale, too
 //   constexpr bool V::row_units          the final logit is unit(r), above 0, times reduced(p, r, c, s)
+//   constexpr bool V::is_scaled          row_units, and reduced() is s
 //   constexpr bool V::is_capped          row_units, and reduced() is tanh(s * factor(r)), factor(r) above 0
 //   constexpr bool V::linear_bias        keeps_units, and logits() is s + slope(r) * (c.kv_pos - origin(r, c))
 //   constexpr bool V::is_logistic        softmax-free, and after turn(r) logits() is 1 / (1 + 2^power(p, r, c, s))

@@ -22,6 +22,7 @@ struct Full {
   static constexpr bool scales_score = false;
   static constexpr bool keeps_units = false;
   static constexpr bool row_units = false;
+  static constexpr bool is_scaled = false;
   ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {
   }
   ATTNRT_HD static float unit([[maybe_unused]] const Row& r) {
@@ -99,6 +100,7 @@ struct Causal {
   static constexpr bool scales_score = false;
   static constexpr bool keeps_units = false;
   static constexpr bool row_units = false;
+  static constexpr bool is_scaled = false;
   ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {
   }
   ATTNRT_HD static float unit([[maybe_unused]] const Row& r) {
@@ -187,6 +189,7 @@ struct CausalWindow {
   static constexpr bool scales_score = false;
   static constexpr bool keeps_units = false;
   static constexpr bool row_units = false;
+  static constexpr bool is_scaled = false;
   ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {
   }
   ATTNRT_HD static float unit([[maybe_unused]] const Row& r) {
@@ -267,6 +270,7 @@ struct CausalSoftcap {
   static constexpr bool scales_score = true;
   static constexpr bool keeps_units = false;
   static constexpr bool row_units = true;
+  static constexpr bool is_scaled = false;
   ATTNRT_HD static void scale([[maybe_unused]] Row& r, [[maybe_unused]] float by) {
     r.v0 = r.v0 * by;
   }

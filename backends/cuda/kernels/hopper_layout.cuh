@@ -88,6 +88,8 @@ struct HopperLayout {
   static constexpr bool kLinear = Variant::linear_bias, kStarts = Variant::has_logits;
   // Scores capped by a tanh: HopperSoftmax::raise_capped, which is not made for masks of bits.
   static constexpr bool kCapped = Variant::is_capped && !Variant::reads_index_mask;
+  // Scores that are multiplied by a number of their row and nothing else: part of what makes them exponents.
+  static constexpr bool kScaled = Variant::is_scaled;
   static constexpr bool kNeedsSlots =
       Variant::logits_need_keys || !Variant::mask_is_interval || (Variant::has_key && !kTurns) || Variant::has_value;
   // The table of keys, whatever the list.

@@ -21,7 +21,8 @@ class HopperRows {
     warp_ = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
     // A negative scale turns the order of scores round: scores are negated instead. Zero becomes a number too small to
     // matter.
-    const bool natural = (Variant::has_logits && !Variant::keeps_units && !L::kCapped) || !Variant::use_softmax;
+    const bool natural =
+        (Variant::has_logits && !Variant::keeps_units && !L::kCapped && !L::kScaled) || !Variant::use_softmax;
     const float scale = natural ? 1.0f : p.sm_scale;
     negate_ = scale < 0.0f;
     scale_ = fmaxf(fabsf(scale), kLeastScale) * kLog2e;
@@ -65,10 +66,12 @@ class HopperRows {
       if constexpr (L::kCapped) {
         factor_[half] = fmaxf(Variant::factor(row.hook) * fabsf(p_.sm_scale), kLeastScale);
         unit_[half] = fmaxf(Variant::unit(row.hook) * factor_[half] * kLog2e, kLeastScale);
+      } else if constexpr (L::kScaled) {
+        unit_[half] = fmaxf(Variant::unit(row.hook) * fabsf(p_.sm_scale) * kLog2e, kLeastScale);
       } else if constexpr (Variant::row_units) {
         unit_[half] = Variant::unit(row.hook) * kLog2e;
       }
-      if constexpr (Variant::scales_score) Variant::scale(row.hook, p_.sm_scale);
+      if constexpr (Variant::scales_score && !L::kScaled) Variant::scale(row.hook, p_.sm_scale);
       if constexpr (Variant::keeps_units) {
         Variant::scale(row.hook, copysignf(fmaxf(fabsf(p_.sm_scale), kLeastScale), p_.sm_scale));
       }

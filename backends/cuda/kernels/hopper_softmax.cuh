@@ -37,7 +37,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
                                         float (&bias)[2]) const {
     if constexpr (Variant::linear_bias) {
       add_slope<kRuns>(s, rows, t, offset, bias);
-    } else if constexpr (L::kCapped) {  // capped with their exponents
+    } else if constexpr (L::kCapped || L::kScaled) {  // with their exponents
     } else if constexpr (Variant::has_logits || !Variant::use_softmax) {
       if constexpr (Variant::quick_logits) {
         Doubt doubt[4];  // as many chains as hide the latency of a maximum
@@ -221,7 +221,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
     if constexpr (L::kCapped) return raise_capped<kBits>(s, m, top, shrink, sum, view, near);
     float x, y;
     const float least[2] = {kLinear ? s[0] : m[0], kLinear ? s[2] : m[1]};  // m has its bias already
-    if constexpr (kBits && (!Variant::has_logits || kLinear) && kMaximaByBits) {
+    if constexpr (kBits && (!Variant::has_logits || kLinear || L::kScaled) && kMaximaByBits) {
       int a = extreme<true>(0, s, least[0]), b = extreme<true>(1, s, least[1]);
       x = of_quad(__int_as_float(a), bias[0], m[0]);
       if (__any_sync(0xffffffffu, (a | b) < 0)) {  // bits of negative numbers ascend as these descend
