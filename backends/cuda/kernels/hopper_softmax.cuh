@@ -25,7 +25,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   static constexpr bool kLinear = L::kLinear;
   // Exponentials come behind the wait for the product with V: products of 8-bit numbers are half as long, so that too
   // little time is under them.
-  static constexpr bool kLate = L::kNarrow;
+  static constexpr bool kBehind = L::kNarrow;
   static constexpr bool kMaximaByBits = kO > 32 || L::kGroups > 2;
 
   // Hooks on the scores of tile t, whose first key has that offset. kRuns: positions run on and all keys are there.
@@ -200,7 +200,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   }
 
   // The new maxima; top is what exponents subtract, shrink what l and O have to be multiplied by. Where there is a
-  // softmax the first row's weights are computed here, too, in place, and summed (not kLate).
+  // softmax the first row's weights are computed here, too, in place, and summed (not kBehind).
   //
   // Maxima and conversions share a pipe that runs at half its rate beside busy tensor cores (4 clocks a warp),
   // exponentials have another (8): so the second row's maximum is found under the first row's exponentials, and
@@ -235,11 +235,11 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
       y = largest(1, s, least[1]);
     }
     settle(0, x, m, top, shrink, bias);
-    if constexpr (!kLate) exponentials<0>(s, top[0], top[0], sum);
+    if constexpr (!kBehind) exponentials<0>(s, top[0], top[0], sum);
     settle(1, of_quad(y, bias[1], m[1]), m, top, shrink, bias);
     // A store that never happens, but only these numbers can tell: ptxas would else sink all of this below the wait for
     // the product under which it is meant to run.
-    if constexpr (!kLate) ptx::computed(sum[0] + shrink[1], base_);
+    if constexpr (!kBehind) ptx::computed(sum[0] + shrink[1], base_);
   }
 
   // The same for capped scores. A maximum is that of scores as they come, capped alone. kBits: the largest of the
@@ -309,7 +309,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
         sum_up<1>(s, sum, [](float x, int) { return ptx::ex2(x); });
       }
     } else if constexpr (Variant::use_softmax) {
-      if constexpr (kLate) exponentials<0>(s, top[0], fmaxf(top[0], ptx::after(after)), sum);
+      if constexpr (kBehind) exponentials<0>(s, top[0], fmaxf(top[0], ptx::after(after)), sum);
       exponentials<1>(s, top[1], fmaxf(top[1], ptx::after(after)), sum);
     }
 #pragma unroll
