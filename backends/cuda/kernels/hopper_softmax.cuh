@@ -320,7 +320,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
         sum_up<1>(s, sum, [](float x, int) { return ptx::ex2(x); });
       }
     } else if constexpr (Variant::use_softmax) {
-      if constexpr (kBehind) exponentials<0>(s, top[0], fmaxf(top[0], ptx::after(after)), sum);
+      if constexpr (kBehind) exponentials<0>(s, top[0], fmaxf(top[0], ptx::after(after)), sum, beside);
       exponentials<1>(s, top[1], fmaxf(top[1], ptx::after(after)), sum, beside);
     }
 #pragma unroll
