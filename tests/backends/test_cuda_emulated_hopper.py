@@ -160,6 +160,31 @@ def test_rows_whose_log_sums_nobody_wants(dim):
     assert np.array_equal(np.asarray(found).view(np.uint16), np.asarray(want).view(np.uint16))
 
 
+@pytest.mark.parametrize("kind", ["causal", "sinks"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_written_beside_the_next_weights(dim, kind):
+    """Passes behind each other in one worker's list and each in its own (whose rows wait for no other pass): of one tile and of
+    several, with rows without keys, into rows that 16 bytes reach and that they do not, with log-sum-exp and without."""
+    s = spec(head_dim=dim, variant=BARE.get(kind, v.causal()))
+    case = testing.make_case(s, [70, 1, 130, 0, 97, 150], [150, 9, 40, 20, 300, 150], seed=7)
+    batch = testing.lay_out(case, page_size=16)
+    answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv)
+    results = []
+    for workers in (1, 60):
+        attn = at.Attention(s, backend=EmulatedHopper(workers, seed=workers), device="cpu")
+        attn.plan(batch.index)
+        out, lse = attn.run(batch.q, batch.kv, return_lse=True)
+        testing.compare(s, answer, out, lse)
+        alone = attn.run(batch.q, batch.kv)
+        wide = np.zeros((len(batch.q), s.num_qo_heads, dim + 4), as_dtype("bfloat16").numpy)
+        attn.run(batch.q, batch.kv, out=wide[:, :, 2:-2])
+        assert not wide[:, :, :2].any() and not wide[:, :, -2:].any()
+        results += [
+            np.asarray(x).view(np.uint16) for x in (out, alone, np.ascontiguousarray(wide[:, :, 2:-2]))
+        ]
+    assert all(np.array_equal(results[0], x) for x in results)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
 def test_one_buffer_of_queries(dims, page_size):

@@ -5,11 +5,12 @@
 // A leaf of a row block: the scores of its first tile alone; then, per tile of kTile keys, S' = Q K^T of the next one
 // goes to the tensor cores, O += P V of this one behind it, and the weights of S' are computed while the second runs;
 // at last the product of the last tile. P never leaves registers. Behind that last product go the first scores of what
-// comes next, and under these the leaf's O is finished and written. In the loop over tiles warpgroups take turns at
-// issuing (named barriers), so that one's exponentials run under the other's products; at the ends of leaves nobody
-// waits for a turn; nor does anybody for products of 8-bit numbers. With three, a warpgroup none of whose rows sees a
-// key of a leaf's last tile hands that tile back and takes its turn, without a product. Row r of a pass is query r /
-// group, head r % group.
+// comes next, and under these the leaf's O is finished and written; some forms write it among the exponentials of what
+// comes next instead, where a warp has little else to issue (HopperLayout::kLate). In the loop over tiles warpgroups
+// take turns at issuing (named barriers), so that one's exponentials run under the other's products; at the ends of
+// leaves nobody waits for a turn; nor does anybody for products of 8-bit numbers. With three, a warpgroup none of whose
+// rows sees a key of a leaf's last tile hands that tile back and takes its turn, without a product. Row r of a pass is
+// query r / group, head r % group.
 //
 // Numerics. Keys ascend from the leaf's start in tiles at multiples of kTile; a row's maximum, its shrink factor and
 // its sum belong to that row's own thread quad: lane t of the quad adds its keys 8n + 2t, 8n + 2t + 1 pair by pair in
@@ -68,10 +69,11 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     float bias[2];                                              // HopperSoftmax::hooks
     unsigned w[kWords];                                         // weights of the tile before it, or of that one
     Row rows[2];
-    int leaf, offset, stop;  // of the item; of the tile whose weights are next; one past the last key
-    bool near;               // HopperSoftmax::raise
-    bool ends, add;          // the pass's last leaf; O holds something
-    int skips;               // tiles of the leaf behind `stop` that no row of the warpgroup sees: 0 or 1
+    int leaf, offset, stop;    // of the item; of the tile whose weights are next; one past the last key
+    bool near;                 // HopperSoftmax::raise
+    bool ends, add;            // the pass's last leaf; O holds something
+    int skips;                 // tiles of the leaf behind `stop` that no row of the warpgroup sees: 0 or 1
+    typename Base::Late late;  // HopperLayout::kLate
   };
 
   // Passes from pass_ on, until the list ends or one is there in which the warpgroup has no rows.
@@ -83,6 +85,10 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     wait_k(tile_);
     multiply_scores(x.s, pass_ & (L::kBuffersQ - 1), tile_);
     bool more = true;
+    if constexpr (L::kLate) {
+      ptx::fresh(x.o);
+      this->clear(x.late);
+    }
 #pragma unroll 1
     do {
       run_tiles(x);
@@ -127,6 +133,8 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
         more = !idle_;
       }
       ATTNRT_TRACE(group_, tile_, 4);
+      bool late = false;
+      if constexpr (L::kLate) late = this->delay(x.late, closing, more);
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(x.o);
       ATTNRT_TRACE(group_, tile_, 5);
@@ -136,7 +144,11 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
         wait_v(tile_);
         release(meta_.v_empty[tile_ & 1]);
       }
-      results(closing, pass, leaf, ends, x.o, total);
+      if (late) {
+        this->begin_late(x.late, x.o);
+      } else {
+        results(closing, pass, leaf, ends, x.o, total);
+      }
       ATTNRT_TRACE(group_, tile_, 6);
       ++tile_;
       if (Config::folds && ends) release(meta_.table_empty[L::table(pass)]);
@@ -157,11 +169,18 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     }
     x.m[0] = x.m[1] = neg_inf();
     x.l[0] = x.l[1] = 0.0f;
-    ptx::fresh(x.o);
+    if constexpr (!L::kLate) ptx::fresh(x.o);
     look(view, x.rows, tile_, x.offset);
     ptx::wgmma_wait<0>();
-    take_scores(x, view, tile_);
-    weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.m[0], x.near);
+    if constexpr (L::kLate) {
+      const auto rows = [&](int step, float weight) { this->write_late(x.late, x.o, step, weight); };
+      take_scores(x, view, tile_, rows);
+      weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.m[0], x.near, rows);
+      ptx::fresh(x.o);
+    } else {
+      take_scores(x, view, tile_);
+      weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.m[0], x.near);
+    }
     x.offset += L::kTile;
 #pragma unroll 1
     while (x.offset < x.stop) {
@@ -192,12 +211,13 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
   }
 
   // The scores of tile t, at x.offset, are there: what rows see of them, and the new maxima.
-  __device__ __forceinline__ void take_scores(Leaf& x, const View& view, int t) {
+  template <class Beside = typename Base::Alone>
+  __device__ __forceinline__ void take_scores(Leaf& x, const View& view, int t, Beside&& beside = {}) {
     ptx::wgmma_pin(x.s);
     if (x.ends && x.offset + L::kTile >= x.stop) release_queries();
     logits(x.s, x.rows, t, x.offset, view, x.bias);
     release(meta_.k_empty[t % L::kStages]);
-    this->template raise<false>(x.s, x.m, x.top, x.shrink, x.sum, x.bias, view, x.near);
+    this->template raise<false>(x.s, x.m, x.top, x.shrink, x.sum, x.bias, view, x.near, beside);
   }
 
   // Weights of the tile after this one, and O by their measure.

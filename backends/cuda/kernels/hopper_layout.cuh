@@ -122,6 +122,10 @@ struct HopperLayout {
   // Finished rows of 16 bits go through shared memory, 1 KB for each consumer warp, where it fits.
   static constexpr bool kStaged =
       kBytes<Config::out_type> == 2 && !kTurns && (kWorkedOut || !Variant::reads_index_mask);
+  // They are written among the exponentials of the next pass's first tile in forms whose registers have room for it.
+  static constexpr bool kLate = kStaged && kDim == kDimVo && kDim <= 128 && Variant::mask_is_interval &&
+                                Variant::use_softmax && !Variant::has_logits && !Variant::reads_index_mask &&
+                                !Variant::has_output && !kRewrites && !Config::folds;
   __device__ __forceinline__ static int table(int pass) { return pass & (kTables - 1); }
 };
 

@@ -80,6 +80,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
 
   // What rows are divided by, and their log-sum-exp: even lanes for one row, odd lanes for the other.
   __device__ __forceinline__ void divide(Closing& closing, int pass) const {
+    if constexpr (L::kLate) return divide_both(closing, pass);
     const bool odd = lane_ & 1;
     Ctx c = {};
     if constexpr (Variant::has_sink) c = odd ? closing.ctx[1] : closing.ctx[0];
@@ -95,9 +96,93 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     }
   }
 
-  // ------------------------------------------------------------------ results
+  // The same without an exchange among lanes: no instruction waits for divisors of late rows.
+  __device__ __forceinline__ void divide_both(Closing& closing, int pass) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      closing.row[half] = finish_head<Variant>(params_, Variant::has_sink ? closing.ctx[half] : Ctx{}, closing.m[half],
+                                               closing.l[half]);
+    }
+    if (p_.lse) {
+      const int odd = lane_ & 1;
+      const long long at = this->place(pass, row_of(odd), p_.lse_stride_row, p_.lse_stride_head);
+      if (lane_ % 4 < 2 && at != kNothing) p_.lse[at] = odd ? closing.row[1].lse : closing.row[0].lse;
+    }
+  }
+
   // Registers of O that are taken at a time, 32 columns of both rows: registers are full here.
   static constexpr int kChunk = 16;
+
+  // ------------------------------------------------------------------ late rows
+  // Finished rows that are written beside the weights of the next pass's first tile: what there is of them but O.
+  struct Late {
+    int at[2];  // where this thread's pieces of them go, in 16 bytes; kNowhere: no row waits
+    float inverse[2];
+    unsigned piece[2][4];  // of the round at hand
+  };
+  static constexpr int kNowhere = -0x7fffffff - 1;
+  __device__ __forceinline__ static void clear(Late& late) {
+    late.at[0] = late.at[1] = kNowhere;
+    late.inverse[0] = late.inverse[1] = 0.0f;
+  }
+
+  // Whether the leaf's rows can be late: all of a warp's or none.
+  __device__ __forceinline__ bool delay(Late& late, const Closing& closing, bool more) const {
+    bool cannot = false;  // a row without keys, which is not multiplied, or one that lies too far away for `at`
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool there = closing.to[half] != kNothing;
+      const bool far = static_cast<unsigned>(closing.to[half] >> 32) + 2 > 3;  // 2^33 elements or more
+      cannot |= there & (far | (closing.m[half] == neg_inf()));
+      late.at[half] = there ? static_cast<int>(closing.to[half] >> 3) + lane_ % 4 : kNowhere;
+      late.inverse[half] = closing.row[half].inverse;
+    }
+    const bool can = !__any_sync(0xffffffffu, cannot);
+    const bool yes = more & (closing.fate == Fate::rows) & vectorised() & can;
+    if (!yes) late.at[0] = late.at[1] = kNowhere;
+    return yes;
+  }
+
+  // Rows go by rounds of 32 columns. Where registers are there the first is asked for before the next scores have come.
+  static constexpr int kRounds = kO / kChunk;
+  static constexpr bool kAhead = !L::kLean;
+  __device__ __forceinline__ void begin_late(Late& late, const float (&o)[kO]) const {
+    if constexpr (kAhead) put_late(late, o, 0);
+  }
+
+  // HopperSoftmax::Alone. A round is written when what was staged has come, and the next one staged. Where no row waits
+  // nothing comes of it.
+  __device__ __forceinline__ void write_late(Late& late, const float (&o)[kO], int step, float weight) const {
+    if (!kAhead && step < 0) put_late(late, o, 0);
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      if (step != (kAhead && round == 0 ? 6 : Base::kPairs - 1 - (kAhead ? 7 : 10) * (kRounds - 1 - round))) continue;
+      // No weight is this number, but ptxas does not know: it would else write as soon as it may, and wait.
+      const bool weighed = __float_as_uint(weight) != 0x80000001u;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        char* const to = p_.out + late.at[half] * 16LL;
+        if (late.at[half] != kNowhere && weighed) store16(to + round * 64, late.piece[half]);
+      }
+      if (round + 1 < kRounds) put_late(late, o, round + 1);
+    }
+  }
+  __device__ __forceinline__ void put_late(Late& late, const float (&o)[kO], int round) const {
+    unsigned y[kChunk / 4][2];
+#pragma unroll
+    for (int n = 0; n < kChunk / 4; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = kChunk * round + 4 * n + 2 * half;
+        y[n][half] = pair(__fmul_rn(o[at], late.inverse[half]), __fmul_rn(o[at + 1], late.inverse[half]));
+      }
+    stage(y, round > 0, [&](int half, const unsigned (&x)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) late.piece[half][i] = x[i];
+    });
+  }
+
+  // ------------------------------------------------------------------ results
   struct Chunk {
     float x[kChunk];
   };
@@ -347,12 +432,19 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   // asked twice.
   __device__ __forceinline__ void store_staged(const Closing& closing, const Rows& to, int group,
                                                const unsigned (&y)[kChunk / 4][2]) const {
+    stage(y, group > 0, [&](int half, const unsigned (&x)[4]) {
+      if (closing.to[half] != kNothing) store16(to.at[half] + group * 16, x);
+    });
+  }
+  // take(half, x) gets the lane's piece of each of its rows. again: the warp has read what it staged before.
+  template <class F>
+  __device__ __forceinline__ void stage(const unsigned (&y)[kChunk / 4][2], bool again, F&& take) const {
     const int g = lane_ / 4, t = lane_ % 4;
     const unsigned own = ptx::smem_addr(meta_.staged[this->group_ * 4 + this->warp_]);
     // As a lane of st_matrices: row lane % 16, pieces 0 and 1 by lane / 16 (2 and 3: xor 32).
     const unsigned put = own + lane_ % 16 * 64 + ((lane_ / 16 ^ lane_ / 2 % 4) * 16);
     const unsigned get = own + g * 64 + ((t ^ g / 2 % 4) * 16);  // row g; row g + 8 lies 512 bytes on
-    if (group > 0) __syncwarp();
+    if (again) __syncwarp();
     ptx::st_matrices(put, y[0][0], y[0][1], y[1][0], y[1][1]);
     ptx::st_matrices(put ^ 32, y[2][0], y[2][1], y[3][0], y[3][1]);
     __syncwarp();
@@ -360,7 +452,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     for (int half = 0; half < 2; ++half) {
       unsigned x[4];
       ptx::ld_shared16(x, get + half * 512);
-      if (closing.to[half] != kNothing) store16(to.at[half] + group * 16, x);
+      take(half, x);
     }
   }
   __device__ __forceinline__ static void store16(char* to, const unsigned (&x)[4]) {

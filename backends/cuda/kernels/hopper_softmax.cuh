@@ -27,6 +27,13 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   // little time is under them.
   static constexpr bool kBehind = L::kNarrow;
   static constexpr bool kMaximaByBits = kO > 32 || L::kGroups > 2;
+  // Pairs of weights of a thread. Beside a softmax other things may be done, because exponentials are issued at an
+  // eighth of a warp's rate: raise and weights call beside(-1, 0) before they begin, beside(n, x) before pair n, where
+  // x is a weight of the one before.
+  static constexpr int kPairs = kS / 2;
+  struct Alone {
+    __device__ __forceinline__ void operator()(int, float) const {}
+  };
 
   // Hooks on the scores of tile t, whose first key has that offset. kRuns: positions run on and all keys are there.
   // Where hooks have quick forms, one look at their arguments says whether these hold for all of a warp's scores.
@@ -206,9 +213,10 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   // exponentials have another (8): so the second row's maximum is found under the first row's exponentials, and
   // kBits, where a row has nearly always seen a score above 0 before, maxima are those of bits, three at a time. (At
   // 64 dims that brings two warpgroups nothing, and spills.)
-  template <bool kBits>
+  template <bool kBits, class Beside = Alone>
   __device__ __forceinline__ void raise(float (&s)[kS], float (&m)[2], float (&top)[2], float (&shrink)[2],
-                                        float (&sum)[2], const float (&bias)[2], const View& view, bool& near) const {
+                                        float (&sum)[2], const float (&bias)[2], const View& view, bool& near,
+                                        Beside&& beside = {}) const {
     shrink[0] = shrink[1] = 1.0f;
     if constexpr (!Variant::use_softmax) {
       m[0] = m[1] = 0.0f;
@@ -219,6 +227,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
       return;
     }
     if constexpr (L::kCapped) return raise_capped<kBits>(s, m, top, shrink, sum, view, near);
+    beside(-1, 0.0f);
     float x, y;
     const float least[2] = {kLinear ? s[0] : m[0], kLinear ? s[2] : m[1]};  // m has its bias already
     if constexpr (kBits && (!Variant::has_logits || kLinear || L::kScaled) && kMaximaByBits) {
@@ -235,7 +244,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
       y = largest(1, s, least[1]);
     }
     settle(0, x, m, top, shrink, bias);
-    if constexpr (!kBehind) exponentials<0>(s, top[0], top[0], sum);
+    if constexpr (!kBehind) exponentials<0>(s, top[0], top[0], sum, beside);
     settle(1, of_quad(y, bias[1], m[1]), m, top, shrink, bias);
     // A store that never happens, but only these numbers can tell: ptxas would else sink all of this below the wait for
     // the product under which it is meant to run.
@@ -299,8 +308,10 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   // Weights 2^(s c - m c) as operands, and their sums. after: a number of the product under which raise ran.
   // Most of the second row's exponentials need it: ptxas would else lift them above the wait for that product, and
   // leave none for conversions to run under.
+  template <class Beside = Alone>
   __device__ __forceinline__ void weights(float (&s)[kS], unsigned (&w)[kWords], float (&l)[2], const float (&top)[2],
-                                          const float (&shrink)[2], float (&sum)[2], float after, bool near) const {
+                                          const float (&shrink)[2], float (&sum)[2], float after, bool near,
+                                          Beside&& beside = {}) const {
     if constexpr (L::kCapped) {
       if (near) {
         near_exponentials<1>(s, scaled_by(cap_of(factor_[L::kCapped]), unit(1)), top[1],
@@ -309,8 +320,8 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
         sum_up<1>(s, sum, [](float x, int) { return ptx::ex2(x); });
       }
     } else if constexpr (Variant::use_softmax) {
-      if constexpr (kBehind) exponentials<0>(s, top[0], fmaxf(top[0], ptx::after(after)), sum);
-      exponentials<1>(s, top[1], fmaxf(top[1], ptx::after(after)), sum);
+      if constexpr (kBehind) exponentials<0>(s, top[0], fmaxf(top[0], ptx::after(after)), sum, beside);
+      exponentials<1>(s, top[1], fmaxf(top[1], ptx::after(after)), sum, beside);
     }
 #pragma unroll
     for (int n = 0; n < kWords / 2; ++n)
@@ -399,9 +410,11 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   }
 
   // 2^(s c - top) of one row, in place, and their sum; later: top, for all but the first pairs.
-  template <int kRow>
-  __device__ __forceinline__ void exponentials(float (&s)[kS], float top, float later, float (&sum)[2]) const {
-    sum_up<kRow>(s, sum, [&](float x, int n) { return ptx::ex2(__fmaf_rn(x, unit(kRow), n < 4 ? -top : -later)); });
+  template <int kRow, class Beside>
+  __device__ __forceinline__ void exponentials(float (&s)[kS], float top, float later, float (&sum)[2],
+                                               Beside& beside) const {
+    sum_up<kRow>(
+        s, sum, [&](float x, int n) { return ptx::ex2(__fmaf_rn(x, unit(kRow), n < 4 ? -top : -later)); }, beside);
   }
   template <int kRow>
   __device__ __forceinline__ static void near_exponentials(float (&s)[kS], const Cap& scaled, float top, float later,
@@ -410,11 +423,12 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   }
 
   // weigh(score, n) of one row, in place, and their sum pair by pair.
-  template <int kRow, class F>
-  __device__ __forceinline__ static void sum_up(float (&s)[kS], float (&sum)[2], F&& weigh) {
+  template <int kRow, class F, class Beside = Alone>
+  __device__ __forceinline__ static void sum_up(float (&s)[kS], float (&sum)[2], F&& weigh, Beside&& beside = {}) {
     sum[kRow] = 0.0f;
 #pragma unroll
     for (int n = 0; n < kS / 4; ++n) {
+      beside(kRow * (kS / 4) + n, n > 0 ? s[4 * n + 2 * kRow - 3] : 0.0f);
       float &x = s[4 * n + 2 * kRow], &y = s[4 * n + 2 * kRow + 1];
       x = weigh(x, n);
       y = weigh(y, n);
