@@ -276,3 +276,20 @@ def test_c50_nothing_runs(backend):
     k[2, :3], v[2, :3] = 1, 2
     out, lse = run(backend, index, np.ones((2, HEADS, DIM), np.float32), k, v, at.variants.causal())
     assert np.allclose(out[0], 2) and (out[1] == 0).all() and np.isneginf(lse[1]).all()
+
+
+@pytest.mark.parametrize("tokens", [35, 37, 48])
+def test_parts_of_other_page_sizes_see_a_whole_pool_of_slots(backend, rng, tokens):
+    """A pool of slots need not end with a page: single tokens behind its last whole page of 16 are keys like others."""
+    chosen = np.array([tokens - 1, 3, tokens - 2])
+    index = f.concat(f.paged([0, 1], [0, 1], [1], [9], 16), f.token_sparse([0, 1], [0, 3], chosen))
+    k, v = (rng.standard_normal((tokens, KV_HEADS, DIM)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((2, HEADS, DIM)).astype(np.float32)
+    out, lse = run(backend, index, q, k, v, None)
+    for row, slots in enumerate((np.arange(16, 25), chosen)):
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            weights = np.exp(k[slots, kv_head].astype(np.float64) @ q[row, head] / DIM**0.5)
+            want = weights @ v[slots, kv_head] / weights.sum()
+            np.testing.assert_allclose(out[row, head], want, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(lse[row, head], np.log(weights.sum()), rtol=1e-5, atol=1e-5)
