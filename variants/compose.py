@@ -22,7 +22,16 @@ from attnrt.errors import ArgumentError
 from attnrt.variants.bind import BoundParams, Place, bind_params, host_value, read_value
 from attnrt.variants.expr import Node, make, substitute, topological
 from attnrt.variants.intervals import join_masks
-from attnrt.variants.variant import Bound, CppText, PairMap, Param, Variant, expression_text, input_node
+from attnrt.variants.variant import (
+    Bound,
+    CppText,
+    PairMap,
+    Param,
+    Variant,
+    expression_text,
+    input_node,
+    same_callables,
+)
 
 __all__ = ["Composed", "compose", "rename_params"]
 
@@ -86,7 +95,10 @@ class Composed:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Composed):
             return False
-        return self is other or (self.key == other.key and self.defaults == other.defaults)
+        if self is other:
+            return True
+        same = self.key == other.key and self.defaults == other.defaults
+        return same and same_callables(self.params, other.params)
 
     def __hash__(self) -> int:
         return hash((self.key, self.defaults))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from types import SimpleNamespace
 
@@ -289,3 +290,19 @@ def test_who_asks_where_keys_stand():
     assert [av.compose(x).reads_key_positions for x in silent] == [False] * len(silent)
     assert [av.compose(x).reads_key_positions for x in asking] == [True] * len(asking)
     assert av.compose((av.custom_mask(), av.causal())).reads_key_positions
+
+
+def test_defaults_that_are_closures_are_told_apart():
+    """Two closures of one function share its name; the arrays that they give are other ones."""
+
+    def bias(gain):
+        default = av.Param(name="bias", default=lambda heads: np.full(heads, gain, np.float32))
+        return av.cpp("plus", logits="s + bias", params={"bias": default})
+
+    one, two = bias(1.0), bias(2.0)
+    assert one != two and av.compose(one) != av.compose(two) and av.compose(one) == av.compose((one,))
+    assert av.compose(one).key == av.compose(two).key
+    for variant, gain in ((one, 1.0), (two, 2.0)):
+        assert bind(variant).host["bias"].tolist() == [gain] * 8
+    partial = functools.partial(np.full, fill_value=3.0, dtype=np.float32)
+    assert bind(av.cpp("plus", logits="s + bias", params={"bias": av.Param(name="bias", default=partial)}))
