@@ -159,10 +159,9 @@ def _index_mask(part: Part, row: int, queries: np.ndarray, keys: Keys) -> np.nda
         if start >= 0:
             bits = start + np.where(place >= 0, place, 0)
             inside = bits < 8 * len(part.mask)
-            bits = np.where(inside, bits, 0)
-            seen[i] = (place < 0) | (
-                inside & ((part.mask[bits // 8] >> (bits % 8).astype(np.uint8)) & 1).astype(bool)
-            )
+            seen[i] = place < 0
+            bits = bits[inside]  # none where the mask speaks of no key
+            seen[i, inside] |= ((part.mask[bits // 8] >> (bits % 8).astype(np.uint8)) & 1).astype(bool)
     return seen
 
 

@@ -293,3 +293,20 @@ def test_parts_of_other_page_sizes_see_a_whole_pool_of_slots(backend, rng, token
             want = weights @ v[slots, kv_head] / weights.sum()
             np.testing.assert_allclose(out[row, head], want, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(lse[row, head], np.log(weights.sum()), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_that_speaks_of_no_key(backend, rng):
+    """``mask_begin`` behind every request's keys leaves no bit to read; all keys are seen."""
+    lens = np.array([9, 0, 5])
+    flat = f.paged([0, 2, 3, 4], [0, 2, 2, 3], [2, 0, 1], lens, SIZE)
+    index = f.tree(flat, mask=[np.zeros((n, 0), bool) for n in (2, 1, 1)], mask_begin=lens)
+    k, v = (rng.standard_normal((3 * SIZE, KV_HEADS, DIM)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((4, HEADS, DIM)).astype(np.float32)
+    out, _ = run(backend, index, q, k, v, None)
+    first, last = np.array([*range(2 * SIZE, 3 * SIZE), 0, 1]), np.arange(SIZE, SIZE + 5)
+    for row, listed in enumerate((first, first, last[:0], last)):
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            weights = np.exp(k[listed, kv_head].astype(np.float64) @ q[row, head] / DIM**0.5)
+            want = weights @ v[listed, kv_head] / max(weights.sum(), 1e-9)
+            np.testing.assert_allclose(out[row, head], want, rtol=1e-4, atol=1e-5)
