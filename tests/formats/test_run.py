@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 
 import attnrt as at
+from attnrt.variants.expr import make
+from attnrt.variants.trace import CTX
+from attnrt.variants.variant import PairMap, input_node
 
 f = at.formats
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -310,3 +313,31 @@ def test_a_mask_that_speaks_of_no_key(backend, rng):
             weights = np.exp(k[listed, kv_head].astype(np.float64) @ q[row, head] / DIM**0.5)
             want = weights @ v[listed, kv_head] / max(weights.sum(), 1e-9)
             np.testing.assert_allclose(out[row, head], want, rtol=1e-4, atol=1e-5)
+
+
+def test_keys_that_differ_by_request_are_not_shared(backend, rng):
+    """A hook on k that reads its request has no one answer for a list that several requests read."""
+    x = input_node("x0")
+    gain = make("param", "float32", attr="gain")[CTX.request]
+    hook = PairMap(dim=None, pairing="single", y0=x * gain)
+    variant = at.variants.Variant(name="own", params=(at.variants.Param(name="gain", rank=1),), key=hook)
+    spec = at.AttentionSpec(
+        num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, q_dtype="float32", variant=variant
+    )
+    attn = at.Attention(spec, backend=backend, device="cpu")
+    flat = f.paged([0, 1, 2], [0, 42, 84], [*range(40), 40, 41, *range(40), 42, 43], [290, 293], SIZE)
+    for index in (f.share(flat), f.concat(f.share(flat), flat)):
+        assert len(index.parts) > 1
+        with pytest.raises(at.UnsupportedError, match="must not share keys between requests"):
+            attn.plan(index)
+    own = f.tree(flat, [-1, -1])  # parts of which each request reads its own
+    k, v = (rng.standard_normal((44, SIZE, KV_HEADS, DIM)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((2, HEADS, DIM)).astype(np.float32)
+    gains = np.array([0.5, 2.0], np.float32)
+    for index in (flat, own):
+        attn.plan(index)
+        out = attn.run(q, (k, v), gain=gains)
+        for row in range(2):
+            keys, values = index.gather((k, v), row, 1)
+            weights = np.exp(keys.astype(np.float64) @ q[row, 2] * gains[row] / DIM**0.5)
+            np.testing.assert_allclose(out[row, 2], weights @ values / weights.sum(), rtol=1e-4, atol=1e-5)

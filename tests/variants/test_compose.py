@@ -13,6 +13,8 @@ import pytest
 
 import attnrt.variants as av
 from attnrt.errors import ArgumentError, DtypeError
+from attnrt.variants.trace import CTX
+from attnrt.variants.variant import PairMap, input_node
 
 EMPTY = np.zeros(4, np.float32)
 
@@ -306,3 +308,22 @@ def test_defaults_that_are_closures_are_told_apart():
         assert bind(variant).host["bias"].tolist() == [gain] * 8
     partial = functools.partial(np.full, fill_value=3.0, dtype=np.float32)
     assert bind(av.cpp("plus", logits="s + bias", params={"bias": av.Param(name="bias", default=partial)}))
+
+
+FIELDS = [
+    ("query", "kv_pos"),
+    ("query", "kv_slot"),
+    ("key", "qo_pos"),
+    ("key", "qo_row"),
+    ("value", "qo_row"),
+]
+
+
+@pytest.mark.parametrize(("hook", "field"), FIELDS)
+def test_a_map_does_not_read_the_other_side(hook, field):
+    """A row of k is mapped once for all queries of a tile: it has no position of one of them."""
+    text = av.cpp("own", **{hook: f"y0 = x0 + (float)ctx . {field};"})
+    node = PairMap(dim=None, pairing="single", y0=input_node("x0") + av.to_float(getattr(CTX, field)))
+    for variant in (text, av.Variant(name="own", **{hook: node})):
+        with pytest.raises(ArgumentError, match=f"own: {hook} hook must not read .*ctx.{field}"):
+            av.compose((av.causal(), variant))
