@@ -55,6 +55,9 @@ def test_both_planners_end_where_masks_do(both):  # noqa: F811
     for _ in range(10):
         index, *_ = batch(rng)
         verify_plan(make_plan(plan_cases.spec(), index, plan_cases.traits()))
+        # A window and a mask take away keys of each query together, not of a tile's queries one after the other.
+        for left in (0, 30):
+            verify_plan(make_plan(plan_cases.spec(left=left, right=0), index, plan_cases.traits()))
     assert both
 
 
