@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from attnrt.errors import PlanError
 from attnrt.formats.base import HOLE, BlockSparse
 from attnrt.scheduler.base import DIRECT, Plan
-from attnrt.scheduler.mask_range import mask_range
 from attnrt.scheduler.problem import visible_range
 
 __all__ = ["verify_plan"]
@@ -197,8 +195,24 @@ def _place(part: BlockSparse, row: int, head: int, lo: int, hi: int) -> tuple[np
     return slots, int(part.kv_pos[row]) + j
 
 
-def _want(plan: Plan, part: BlockSparse, masked: Any, row: int, q: int, head: int) -> tuple[int, int]:
-    """Offsets of the keys of one list that are live and visible to one query; ``masked``: mask_range of the part."""
+def _unmasked(part: BlockSparse, row: int, q: int, lo: int, hi: int) -> tuple[int, int]:
+    """The shortest range of offsets inside [lo, hi) with every key that a host mask shows the query."""
+    if not isinstance(part.mask, np.ndarray) or part.mask_offset is None or part.mask_begin is None:
+        return lo, hi
+    begin, first = int(part.mask_begin[row]), int(part.mask_offset[q])
+    if first < 0 or hi <= begin:
+        return lo, hi
+    place = np.arange(max(lo, begin), hi, dtype=np.int64)
+    bit = first + place - begin
+    place, bit = place[bit < 8 * len(part.mask)], bit[bit < 8 * len(part.mask)]
+    seen = place[(part.mask[bit >> 3] >> (bit & 7).astype(np.uint8)) & 1 == 1]
+    if lo < begin:  # keys before those that the mask speaks of are seen
+        return lo, int(seen[-1]) + 1 if len(seen) else begin
+    return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (lo, lo)
+
+
+def _want(plan: Plan, part: BlockSparse, row: int, q: int, head: int) -> tuple[int, int]:
+    """Offsets of the keys of one list that are live and visible to one query."""
     entry = row * part.heads + (head if part.heads > 1 else 0)
     offset = int(part.kv_offset[row])
     lo, hi = offset + int(part.kv_begin[entry]), offset + int(part.kv_end[entry])
@@ -207,19 +221,16 @@ def _want(plan: Plan, part: BlockSparse, masked: Any, row: int, q: int, head: in
         first, end = (int(x[0]) for x in visible_range(plan.spec.composed, at, at))
         shift = offset - int(part.kv_pos[row])
         lo, hi = max(lo, first + shift), min(hi, end + shift)
-    if masked is not None:
-        lo, hi = max(lo, int(masked[0][q])), min(hi, int(masked[1][q]))
-    return lo, max(lo, hi)
+    return _unmasked(part, row, q, lo, max(lo, hi))
 
 
 def _check_keys(plan: Plan, seen: dict[tuple[int, int], _Seen]) -> None:
     for part in plan.index.parts:
         qo_row = np.arange(plan.index.num_qo) if part.qo_index is None else part.qo_index
-        masked = mask_range(part)
         for row in range(part.num_rows):
             for q in range(part.qo_indptr[row], part.qo_indptr[row + 1]):
                 for head in range(plan.spec.num_kv_heads):
-                    want = _want(plan, part, masked, row, q, head)
+                    want = _want(plan, part, row, q, head)
                     _check_list(plan, part, want, row, head, int(qo_row[q]), seen)
     for (row, head), here in seen.items():
         spans = sorted(key[:2] for key in here.keys if key[0] < key[1])

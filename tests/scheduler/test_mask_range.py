@@ -61,6 +61,18 @@ def test_both_planners_end_where_masks_do(both):  # noqa: F811
     assert both
 
 
+def test_drafts_that_nobody_sees_need_not_be_covered():
+    """A tree is planned over its pages where no key's position is asked for; what its mask hides from all is then left out."""
+    pages = at.formats.paged([0, 2, 3], [0, 3, 5], [3, 0, 1, 2, 4], [40, 20], 16)
+    hidden = [np.array([[1, 0], [1, 0]], bool), np.zeros((1, 1), bool)]
+    spec = at.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=64)
+    for mask in (hidden, [np.zeros((2, 2), bool), np.ones((1, 1), bool)]):
+        index = at.formats.tree(pages, [-1, 0, -1], mask=mask)
+        for workers in (1, 132):
+            verify_plan(make_plan(spec, index, plan_cases.traits(workers)))
+            verify_plan(make_plan(spec, index, at.Traits.of("h200", workers)))
+
+
 def test_a_triangle_costs_half():
     n = 512
     spec, traits = plan_cases.spec(), plan_cases.traits()
