@@ -190,38 +190,42 @@ def _place(part: BlockSparse, row: int, head: int, lo: int, hi: int) -> tuple[np
     else:
         return None
     if part.block_pos is not None:
-        return slots, part.block_pos[begin + j // C].astype(np.int64) + j % C
+        return slots, _positions(part, entry, j)
     assert part.kv_pos is not None
     return slots, int(part.kv_pos[row]) + j
 
 
-def _unmasked(part: BlockSparse, row: int, q: int, lo: int, hi: int) -> tuple[int, int]:
-    """The shortest range of offsets inside [lo, hi) with every key that a host mask shows the query."""
-    if not isinstance(part.mask, np.ndarray) or part.mask_offset is None or part.mask_begin is None:
-        return lo, hi
-    begin, first = int(part.mask_begin[row]), int(part.mask_offset[q])
-    if first < 0 or hi <= begin:
-        return lo, hi
-    place = np.arange(max(lo, begin), hi, dtype=np.int64)
-    bit = first + place - begin
-    place, bit = place[bit < 8 * len(part.mask)], bit[bit < 8 * len(part.mask)]
-    seen = place[(part.mask[bit >> 3] >> (bit & 7).astype(np.uint8)) & 1 == 1]
-    if lo < begin:  # keys before those that the mask speaks of are seen
-        return lo, int(seen[-1]) + 1 if len(seen) else begin
-    return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (lo, lo)
+def _positions(part: BlockSparse, entry: int, j: np.ndarray) -> np.ndarray:
+    """Positions of keys ``j`` of list ``entry``, whose blocks have their own."""
+    assert part.block_pos is not None
+    C = part.block_size[1]
+    return part.block_pos[int(part.indptr[entry]) + j // C].astype(np.int64) + j % C
 
 
 def _want(plan: Plan, part: BlockSparse, row: int, q: int, head: int) -> tuple[int, int]:
-    """Offsets of the keys of one list that are live and visible to one query."""
+    """The shortest range of offsets with all keys of one list that are live and that the variant and a host mask let one query
+    see."""
     entry = row * part.heads + (head if part.heads > 1 else 0)
     offset = int(part.kv_offset[row])
     lo, hi = offset + int(part.kv_begin[entry]), offset + int(part.kv_end[entry])
+    at = np.asarray([int(part.qo_pos[q])])
+    first, end = (int(x[0]) for x in visible_range(plan.spec.composed, at, at))
     if part.kv_pos is not None:
-        at = np.asarray([int(part.qo_pos[q])])
-        first, end = (int(x[0]) for x in visible_range(plan.spec.composed, at, at))
         shift = offset - int(part.kv_pos[row])
         lo, hi = max(lo, first + shift), min(hi, end + shift)
-    return _unmasked(part, row, q, lo, max(lo, hi))
+    place = np.arange(lo, hi, dtype=np.int64)
+    if part.kv_pos is None:
+        positions = _positions(part, entry, place - offset)
+        place = place[(positions >= first) & (positions < end)]
+    if isinstance(part.mask, np.ndarray) and part.mask_offset is not None and part.mask_begin is not None:
+        start, begin = int(part.mask_offset[q]), int(part.mask_begin[row])
+        if start >= 0:
+            bit = start + np.maximum(place - begin, 0)
+            inside = bit < 8 * len(part.mask)
+            shown = np.zeros(len(place), bool)
+            shown[inside] = (part.mask[bit[inside] >> 3] >> (bit[inside] & 7).astype(np.uint8)) & 1
+            place = place[shown | (place < begin)]
+    return (int(place[0]), int(place[-1]) + 1) if len(place) else (lo, lo)
 
 
 def _check_keys(plan: Plan, seen: dict[tuple[int, int], _Seen]) -> None:

@@ -83,3 +83,12 @@ def test_a_triangle_costs_half():
         for p in (make_plan(spec, index, traits) for index in (square, triangle))
     ]
     assert 0.5 * keys[0] <= keys[1] < 0.6 * keys[0]
+
+
+def test_drafts_past_a_query_need_not_be_covered():
+    """Positions of a chain of drafts follow by one, so the list that the planner makes of its leaf is cut where a query's end."""
+    pages = at.formats.paged([0, 9], [0, 6], np.arange(6), [87], 16)
+    index = at.formats.tree(pages, np.arange(9) - 1, mask=[np.ones((9, 9), bool)])
+    spec = at.AttentionSpec(num_qo_heads=14, num_kv_heads=2, head_dim=64, variant=at.variants.causal())
+    for traits in (plan_cases.traits(1, q_tile=1), at.Traits.of("cpu", 1)):
+        verify_plan(make_plan(spec, index, traits))
