@@ -58,6 +58,14 @@ def test_both_planners_end_where_masks_do(both):  # noqa: F811
         # A window and a mask take away keys of each query together, not of a tile's queries one after the other.
         for left in (0, 30):
             verify_plan(make_plan(plan_cases.spec(left=left, right=0), index, plan_cases.traits()))
+    # Parts of which alignment leaves one, because the other has no keys.
+    flat = at.formats.paged([0, 5, 6], [0, 10, 20], np.arange(20), [160, 160], 16)
+    empty = at.formats.paged([0, 6], [0, 0], [], [0], 8)
+    masked = at.formats.tree(flat, mask=[np.tile(np.arange(160) >= 100, (n, 1)) for n in (5, 1)])
+    index = at.formats.concat(masked, at.formats.shared_prefix(empty, flat))
+    plan = make_plan(plan_cases.spec(), index, plan_cases.traits())
+    assert len(index.parts) == 2 and len(plan.parts) == 1 and 96 in plan.work["kv_begin"]
+    verify_plan(plan)
     assert both
 
 
