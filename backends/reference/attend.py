@@ -260,8 +260,8 @@ def _add(total: np.ndarray, weights: np.ndarray, visible: np.ndarray, value: np.
     terms[:, 0] = total
     with np.errstate(invalid="ignore", over="ignore"):
         np.multiply(weights[:, :, None], value[None], out=terms[:, 1:])
-    terms[:, 1:][~visible] = 0.0  # by selection: an unseen V may be NaN
-    return np.add.reduce(terms, axis=1)
+        terms[:, 1:][~visible] = 0.0  # by selection: an unseen V may be NaN
+        return np.add.reduce(terms, axis=1)
 
 
 def finish_rows(

@@ -341,3 +341,12 @@ def test_keys_that_differ_by_request_are_not_shared(backend, rng):
             keys, values = index.gather((k, v), row, 1)
             weights = np.exp(keys.astype(np.float64) @ q[row, 2] * gains[row] / DIM**0.5)
             np.testing.assert_allclose(out[row, 2], weights @ values / weights.sum(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinities_that_cancel_are_nan_without_a_warning(backend, rng):
+    index = f.ragged([0, 1], [0, 4])
+    k, v = (rng.standard_normal((4, KV_HEADS, DIM)).astype(np.float32) for _ in "kv")
+    v[1, 0, 3], v[2, 0, 3] = np.inf, -np.inf
+    out, _ = run(backend, index, rng.standard_normal((1, HEADS, DIM)).astype(np.float32), k, v, None)
+    assert np.isnan(out[0, :2, 3]).all() and np.isnan(out).sum() == 2
