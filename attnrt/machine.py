@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from attnrt.dispatch import require, with_mask
-from attnrt.errors import ArgumentError, PlanError
+from attnrt.errors import ArgumentError, PlanError, UnsupportedError
 
 if TYPE_CHECKING:
     from attnrt.backends.base import Backend, Kernel
@@ -105,6 +107,13 @@ class Machine:
                     f"must have one list per row or one per KV head ({self.spec.num_kv_heads})",
                     part.heads,
                 )
+        if len(index.parts) > 1 and self.spec.composed.keys_differ_by_request and _mixes_requests(index):
+            raise UnsupportedError(
+                "index",
+                "must not share keys between requests: a hook on k or v reads ctx.request, qo_len or kv_len",
+                index,
+                "Plan the flat index",
+            )
         if self.spec.composed.reads_index_mask and not any(p.features.masked for p in index.parts):
             raise ArgumentError("index", "must own mask bits for custom_mask()", "an index without a mask")
 
@@ -126,3 +135,12 @@ class Machine:
                 "plan", f"must be made for deterministic={self.deterministic!r}", plan.deterministic
             )
         self.check_index(plan.index)
+
+
+def _mixes_requests(index: Index) -> bool:
+    """Whether queries of several requests read one list."""
+    for part in index.parts:
+        begins = np.repeat(part.qo_indptr[:-1], np.diff(part.qo_indptr))
+        if (part.request[: len(begins)] != part.request[begins]).any():
+            return True
+    return False

@@ -7,6 +7,7 @@ and kept, so that the runs of a model's layers, which differ in addresses only, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +49,15 @@ class Rules:
 
 @dataclass(slots=True, eq=False)
 class Needs:
-    """What a loaded plan asks of arrays. (Not frozen: one is made by every load, and that would be most of its cost.)"""
+    """What a loaded plan asks of arrays. (Not frozen: one is made by every load, and that would be most of its cost.)
+
+    ``unit``: tokens of the pages as which a pool of slots is read. Every part's blocks are so many of them, so that no slot that
+    a part may name lies past the last whole page.
+    """
 
     num_rows: int
     page_size: int
+    unit: int
     page_sizes: frozenset[int]
     slots: int
     affine: bool
@@ -63,11 +69,13 @@ class Needs:
             part = parts[0]
             size = part.block_size[1]
             slots = (part.max_block + 1) * size
-            return Needs(plan.num_rows, size, frozenset((size,)), slots, part.kv_base is not None)
+            return Needs(plan.num_rows, size, size, frozenset((size,)), slots, part.kv_base is not None)
+        sizes = frozenset(part.block_size[1] for part in parts)
         return Needs(
             num_rows=plan.num_rows,
             page_size=plan.index.page_size,
-            page_sizes=frozenset(part.block_size[1] for part in parts),
+            unit=math.gcd(*sizes),
+            page_sizes=sizes,
             slots=max(((part.max_block + 1) * part.block_size[1] for part in parts), default=0),
             affine=all(part.kv_base is not None for part in parts),
         )

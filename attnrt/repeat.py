@@ -41,7 +41,7 @@ class Quick:
         The backend's packed call.
     current : callable () -> int
         The current stream of q's framework.
-    page_size : int
+    unit : int
         Pages as which a pool of slots was read.
     epoch : int
         The load for which it was last compared with the plan.
@@ -50,7 +50,7 @@ class Quick:
     form: Form
     repeat: Any
     current: Callable[[], int]
-    page_size: int
+    unit: int
     epoch: int
 
 
@@ -64,7 +64,7 @@ def remember(
     if len(runtime.quick) >= limit:
         runtime.quick.clear()
     current = runtime.ops.current_stream(form.q)
-    quick = runtime.quick[key] = Quick(form, repeat, current, runtime.needs.page_size, runtime.epoch)
+    quick = runtime.quick[key] = Quick(form, repeat, current, runtime.needs.unit, runtime.epoch)
     launch_natively(runtime, quick, arrays, call.stream)
 
 
@@ -133,7 +133,7 @@ def run_again(
 def _renew(runtime: Runtime, quick: Quick) -> bool:
     """Compare a form with a newly loaded plan; raises what the long way would."""
     runtime.check_form(quick.form)
-    if quick.page_size != runtime.needs.page_size and 0 in (quick.form.k.page_size, quick.form.v.page_size):
+    if quick.unit != runtime.needs.unit and 0 in (quick.form.k.page_size, quick.form.v.page_size):
         return False  # a pool of slots is read in the index's pages
     quick.repeat.reload(runtime.tenant.loaded)
     quick.epoch = runtime.epoch

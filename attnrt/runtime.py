@@ -245,7 +245,7 @@ class Runtime:
 
     def _new_call(self, form: Form, ptrs: tuple[Any, ...], table: Any, scale: float, handle: int) -> Call:
         """The record a backend gets. It owns no array: the caller's live through the run, and a remembered call keeps none."""
-        spec, size = self.spec, self.needs.page_size
+        spec, size = self.spec, self.needs.unit
         q, k, v, out, lse = ptrs
         k_view = form.k.view(k, size, None)
         return Call(

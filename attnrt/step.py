@@ -115,7 +115,7 @@ class Stepper:
         self._note(runtime, plan, self._ring[1][turn], stream)
         needs = before = runtime.needs
         size = index.block_size[1]
-        same = before.num_rows == index.num_qo and before.page_size == size
+        same = before.num_rows == index.num_qo and before.unit == before.page_size == size
         slots, affine = (index.max_block + 1) * size, index.kv_base is not None
         if not same or before.slots != slots or before.affine != affine:  # else even the record is the same
             needs = Needs.of(plan)

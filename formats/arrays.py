@@ -30,6 +30,7 @@ __all__ = [
     "largest",
     "lens_of",
     "page_size_of",
+    "positions_of",
     "zeros",
 ]
 
@@ -189,6 +190,14 @@ def lens_of(name: str, indptr: np.ndarray) -> tuple[np.ndarray, int]:
     lens = indptr[1:] - indptr[:-1]
     lens.setflags(write=False)
     return lens, native.scan(lens)[1] if len(lens) else 0
+
+
+def positions_of(name: str, values: np.ndarray) -> np.ndarray:
+    """Computed int64 positions as frozen int32; raises, naming the array that moved them, where one does not fit."""
+    if values.size and not (values.min() >= -INT_MAX - 1 and values.max() <= INT_MAX):
+        far = values.max() if values.max() > INT_MAX else values.min()
+        raise ArgumentError(name, "must keep positions within int32", int(far))
+    return frozen(values.astype(np.int32))
 
 
 def page_size_of(value: Any, name: str = "page_size") -> int:

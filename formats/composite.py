@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from attnrt.errors import ArgumentError, UnsupportedError
-from attnrt.formats.arrays import frozen, host_ints
+from attnrt.formats.arrays import frozen, host_ints, positions_of
 from attnrt.formats.base import BlockSparse, Composite, Features, Index, Requests
 
 __all__ = ["cascade", "composite", "features_of", "shared_prefix"]
@@ -94,8 +94,8 @@ def cascade(*levels: BlockSparse, qo_pos: Any = None, kv_pos: Any = None) -> Ind
         qo_lens=own.requests.qo_lens, kv_lens=host_ints("kv_lens", before[-1] + own.requests.kv_lens)
     )
     if qo_pos is None:
-        ends = np.repeat(first + requests.kv_lens - own.qo_indptr[1:], requests.qo_lens)
-        pos = frozen((ends + np.arange(own.num_qo)).astype(np.int32))
+        ends = np.repeat(first.astype(np.int64) + requests.kv_lens - own.qo_indptr[1:], requests.qo_lens)
+        pos = positions_of("kv_pos", ends + np.arange(own.num_qo))
     else:
         pos = host_ints("qo_pos", qo_pos, length=own.num_qo, of="queries")
     parts = []
@@ -130,13 +130,13 @@ def _continued(
     block_pos = (
         None
         if level.block_pos is None
-        else frozen((level.block_pos + np.repeat(shift, entries)).astype(np.int32))
+        else positions_of("kv_pos", level.block_pos + np.repeat(shift, entries))
     )
     return replace(
         level,
         **own,
         kv_offset=frozen((level.kv_offset + offset).astype(np.int32)),
-        kv_pos=None if level.kv_pos is None else frozen((level.kv_pos + shift).astype(np.int32)),
+        kv_pos=None if level.kv_pos is None else positions_of("kv_pos", level.kv_pos + shift),
         block_pos=block_pos,
         mask_begin=None if level.mask_begin is None else frozen((level.mask_begin + offset).astype(np.int32)),
     )

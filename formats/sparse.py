@@ -22,6 +22,7 @@ from attnrt.formats.arrays import (
     largest,
     lens_of,
     page_size_of,
+    positions_of,
     zeros,
 )
 from attnrt.formats.base import BlockSparse, Features
@@ -101,7 +102,7 @@ def bsr(
         indptr=starts,
         indices=columns,
         kv_pos=None,
-        block_pos=frozen(columns * np.int32(C) + np.int32(first)),
+        block_pos=positions_of("kv_pos", columns.astype(np.int64) * C + first),
         kv_begin=zeros(rows),
         kv_end=frozen((starts[1:] - starts[:-1]) * np.int32(C)),
         kv_offset=zeros(rows),

@@ -16,7 +16,17 @@ import numpy as np
 
 from attnrt.errors import ArgumentError, DtypeError, UnsupportedError
 from attnrt.formats.access import need_host_indices, tokens
-from attnrt.formats.arrays import bound_array, frozen, host_ints, indptr_of, iota, is_device, zeros
+from attnrt.formats.arrays import (
+    INT_MAX,
+    bound_array,
+    frozen,
+    host_ints,
+    indptr_of,
+    iota,
+    is_device,
+    positions_of,
+    zeros,
+)
 from attnrt.formats.base import BlockSparse, Composite, Index
 from attnrt.formats.composite import composite
 
@@ -137,9 +147,13 @@ def _drafts(index: Index, parents: Any, mask: Any, *, qo_pos: Any, kv_pos: Any) 
     parent = host_ints("parents", parents, length=num_qo, of="queries")
     depth, ancestors = _ancestry(parent, own.qo_indptr, own.request)
     slots, place = tokens(own, iota(count), 0, context, end)
+    if len(slots) and slots.max() > INT_MAX:
+        raise UnsupportedError(
+            "indices", "must name slots below 2**31 to be listed one by one", int(slots.max())
+        )
     # All drafts of a request stand at the context's end plus their depth.
     first = place[own.qo_indptr[:-1][own.request]] if num_qo else place
-    at = frozen((first + depth).astype(np.int32))
+    at = positions_of("index", first + depth)
     query_at = at if qo_pos is None else host_ints("qo_pos", qo_pos, length=num_qo, of="queries")
     key_at = at if kv_pos is None else host_ints("kv_pos", kv_pos, length=num_qo, of="queries")
     if mask is None:

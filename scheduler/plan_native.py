@@ -215,7 +215,8 @@ def plan_native(
         p.mode, p.pairwise, p.max_slots = MODES[scheduler], tree == "pairwise", min(max_slots, _INT32_MAX)
         s.rules = rules
     ready, s.ready = s.ready, None
-    if ready is None or ready is not parts or facts.reach is None:
+    masked = len(parts) == 1 and parts[0].mask is not None  # nobody has looked for what it leaves
+    if ready is None or ready is not parts or facts.reach is None or masked:
         alive = _point_at(s, parts, limits, facts, num_rows)
     sharing = traits.sharing
     p.scattered = sharing is not None and scattered(parts, sharing.run)

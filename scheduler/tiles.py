@@ -148,7 +148,7 @@ def _find_keys(problem: Problem, tiles: list[Tile]) -> None:
             positions = positions - part.requests.kv_lens[part.request[tile.q_begin : tile.q_end]]
         pos_min[i] = positions.min()
     lows, highs = visible_range(problem.composed, pos_min, pos_max)
-    masked = mask_range(problem.parts[0]) if len(problem.parts) == 1 else None
+    masked = _seen_of_mask(problem) if len(problem.parts) == 1 else None
     for i, tile in enumerate(tiles):
         part, limits = problem.parts[tile.part], problem.limits[tile.part]
         head = tile.head_begin if part.heads > 1 else 0
@@ -167,6 +167,18 @@ def _find_keys(problem: Problem, tiles: list[Tile]) -> None:
             ruler = problem.traits.classes[tile.klass].ruler
             tile.kv_begin, tile.kv_end = lo, hi
             tile.leaf_begin, tile.leaf_end = ruler.leaf_of(lo), ruler.leaf_of(hi - 1) + 1
+
+
+def _seen_of_mask(problem: Problem) -> tuple[np.ndarray, np.ndarray] | None:
+    """Offsets that a mask and the variant together leave to each query: no query may see what one of them takes away."""
+    part = problem.parts[0]
+    masked = mask_range(part)
+    if masked is None or part.kv_pos is None:
+        return None
+    positions = part.qo_pos.astype(np.int64)
+    low, high = visible_range(problem.composed, positions, positions)
+    shift = np.repeat(part.kv_offset - part.kv_pos.astype(np.int64), np.diff(part.qo_indptr))
+    return np.maximum(low + shift, masked[0]), np.minimum(high + shift, masked[1])
 
 
 def rows_of(problem: Problem, tile: Tile) -> np.ndarray:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from attnrt.errors import PlanError
 from attnrt.formats.base import HOLE, BlockSparse
 from attnrt.scheduler.base import DIRECT, Plan
-from attnrt.scheduler.mask_range import mask_range
 from attnrt.scheduler.problem import visible_range
 
 __all__ = ["verify_plan"]
@@ -192,34 +190,51 @@ def _place(part: BlockSparse, row: int, head: int, lo: int, hi: int) -> tuple[np
     else:
         return None
     if part.block_pos is not None:
-        return slots, part.block_pos[begin + j // C].astype(np.int64) + j % C
+        return slots, _positions(part, entry, j)
     assert part.kv_pos is not None
     return slots, int(part.kv_pos[row]) + j
 
 
-def _want(plan: Plan, part: BlockSparse, masked: Any, row: int, q: int, head: int) -> tuple[int, int]:
-    """Offsets of the keys of one list that are live and visible to one query; ``masked``: mask_range of the part."""
+def _positions(part: BlockSparse, entry: int, j: np.ndarray) -> np.ndarray:
+    """Positions of keys ``j`` of list ``entry``, whose blocks have their own."""
+    assert part.block_pos is not None
+    C = part.block_size[1]
+    return part.block_pos[int(part.indptr[entry]) + j // C].astype(np.int64) + j % C
+
+
+def _want(plan: Plan, part: BlockSparse, row: int, q: int, head: int) -> tuple[int, int]:
+    """The shortest range of offsets with all keys of one list that are live and that the variant and a host mask let one query
+    see."""
     entry = row * part.heads + (head if part.heads > 1 else 0)
     offset = int(part.kv_offset[row])
     lo, hi = offset + int(part.kv_begin[entry]), offset + int(part.kv_end[entry])
+    at = np.asarray([int(part.qo_pos[q])])
+    first, end = (int(x[0]) for x in visible_range(plan.spec.composed, at, at))
     if part.kv_pos is not None:
-        at = np.asarray([int(part.qo_pos[q])])
-        first, end = (int(x[0]) for x in visible_range(plan.spec.composed, at, at))
         shift = offset - int(part.kv_pos[row])
         lo, hi = max(lo, first + shift), min(hi, end + shift)
-    if masked is not None:
-        lo, hi = max(lo, int(masked[0][q])), min(hi, int(masked[1][q]))
-    return lo, max(lo, hi)
+    place = np.arange(lo, hi, dtype=np.int64)
+    if part.kv_pos is None:
+        positions = _positions(part, entry, place - offset)
+        place = place[(positions >= first) & (positions < end)]
+    if isinstance(part.mask, np.ndarray) and part.mask_offset is not None and part.mask_begin is not None:
+        start, begin = int(part.mask_offset[q]), int(part.mask_begin[row])
+        if start >= 0:
+            bit = start + np.maximum(place - begin, 0)
+            inside = bit < 8 * len(part.mask)
+            shown = np.zeros(len(place), bool)
+            shown[inside] = (part.mask[bit[inside] >> 3] >> (bit[inside] & 7).astype(np.uint8)) & 1
+            place = place[shown | (place < begin)]
+    return (int(place[0]), int(place[-1]) + 1) if len(place) else (lo, lo)
 
 
 def _check_keys(plan: Plan, seen: dict[tuple[int, int], _Seen]) -> None:
     for part in plan.index.parts:
         qo_row = np.arange(plan.index.num_qo) if part.qo_index is None else part.qo_index
-        masked = mask_range(part)
         for row in range(part.num_rows):
             for q in range(part.qo_indptr[row], part.qo_indptr[row + 1]):
                 for head in range(plan.spec.num_kv_heads):
-                    want = _want(plan, part, masked, row, q, head)
+                    want = _want(plan, part, row, q, head)
                     _check_list(plan, part, want, row, head, int(qo_row[q]), seen)
     for (row, head), here in seen.items():
         spans = sorted(key[:2] for key in here.keys if key[0] < key[1])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +21,31 @@ import numpy as np
 
 from attnrt.errors import ArgumentError
 from attnrt.variants.bind import BoundParams, Place, bind_params, host_value, read_value
-from attnrt.variants.expr import Node, make, substitute, topological
+from attnrt.variants.expr import KEY_FIELDS, Node, make, substitute, topological
 from attnrt.variants.intervals import join_masks
-from attnrt.variants.variant import Bound, CppText, PairMap, Param, Variant, expression_text, input_node
+from attnrt.variants.variant import (
+    Bound,
+    CppText,
+    PairMap,
+    Param,
+    Variant,
+    expression_text,
+    input_node,
+    same_callables,
+)
 
 __all__ = ["Composed", "compose", "rename_params"]
 
 HOOKS = ("query", "key", "value")
+
+#: Fields of ctx that a hook has no value of: q is mapped before a key is at hand, a row of k or v once for all queries of a tile.
+_UNKNOWN = {
+    "query": KEY_FIELDS,
+    "key": frozenset({"qo_pos", "qo_row"}),
+    "value": frozenset({"qo_pos", "qo_row"}),
+}
+#: Fields that are one for all queries of a tile only where these belong to one request.
+_OF_REQUEST = frozenset({"request", "qo_len", "kv_len"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +105,10 @@ class Composed:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Composed):
             return False
-        return self is other or (self.key == other.key and self.defaults == other.defaults)
+        if self is other:
+            return True
+        same = self.key == other.key and self.defaults == other.defaults
+        return same and same_callables(self.params, other.params)
 
     def __hash__(self) -> int:
         return hash((self.key, self.defaults))
@@ -111,6 +133,11 @@ class Composed:
         nodes = topological(tuple(root for root in roots if root is not None))
         asks = any(node.op == "ctx" and node.attr == "kv_pos" for node in nodes)
         return self.has_mask or bool(self.texts) or asks
+
+    @property
+    def keys_differ_by_request(self) -> bool:
+        """Whether a row of k or v may be another one for another request that reads it."""
+        return any(asked(pair, self.texts) & _OF_REQUEST for pair in (self.key_map, self.value))
 
     @property
     def mask_is_interval(self) -> bool:
@@ -277,7 +304,34 @@ def _key(fields: dict[str, Any], params: tuple[Param, ...]) -> str:
     return "|".join([*parts, "params=" + ";".join(p.signature for p in params)])
 
 
+def asked(pair: PairMap | None, texts: tuple[CppText, ...]) -> frozenset[str]:
+    """Fields of ctx that a map on rows of q, k or v reads."""
+    if pair is None:
+        return frozenset()
+    nodes = topological((pair.y0,) if pair.y1 is None else (pair.y0, pair.y1))
+    bodies = {text.label: text.body for text in texts}
+    found = {node.attr for node in nodes if node.op == "ctx"}
+    for node in nodes:
+        if node.op == "pair":  # of a C++ text
+            found.update(re.findall(r"\bctx\s*\.\s*(\w+)", bodies[node.attr]))
+    return frozenset(found)
+
+
+def _check_fields(variants: tuple[Variant, ...]) -> None:
+    for variant in variants:
+        for hook, unknown in _UNKNOWN.items():
+            bad = asked(getattr(variant, hook), variant.texts) & unknown
+            if bad:
+                raise ArgumentError(
+                    f"{variant.name}: {hook} hook",
+                    "must not read fields of the other side",
+                    ", ".join(f"ctx.{name}" for name in sorted(bad)),
+                    "A row of q is mapped once for all keys, a row of k or v once for all queries",
+                )
+
+
 def _check_combination(variants: tuple[Variant, ...]) -> None:
+    _check_fields(variants)
     labels = [t.label for v in variants for t in v.texts]
     for label in labels:
         if labels.count(label) > 1:

@@ -18,7 +18,17 @@ import numpy as np
 from attnrt.errors import ArgumentError
 from attnrt.variants.expr import FLOAT, INT, LONG, Node, make, topological
 
-__all__ = ["Bound", "CppText", "PairMap", "Param", "Variant", "check_bounds", "expression_text", "input_node"]
+__all__ = [
+    "Bound",
+    "CppText",
+    "PairMap",
+    "Param",
+    "Variant",
+    "check_bounds",
+    "expression_text",
+    "input_node",
+    "same_callables",
+]
 
 #: One side of a key range: None is unbounded, a number, or the name of an int32 parameter whose -1 means
 #: unbounded.
@@ -77,13 +87,20 @@ class Param:
 
     @property
     def default_text(self) -> str:
-        """Identity of the default, for comparing variants; an array counts by the hash of its bytes."""
+        """Identity of the default, for comparing variants; an array counts by the hash of its bytes. Of a callable this is its
+        name alone, which closures share: whoever compares asks ``same_callables``, too."""
         if isinstance(self.default, np.ndarray):
             digest = hashlib.sha256(self.default.tobytes()).hexdigest()
             return f"{self.default.dtype}{self.default.shape}{digest}"
         if callable(self.default):
-            return f"{self.default.__module__}.{self.default.__qualname__}"
+            name = getattr(self.default, "__qualname__", type(self.default).__qualname__)
+            return f"{self.default.__module__}.{name}"
         return repr(self.default)
+
+
+def same_callables(a: tuple[Param, ...], b: tuple[Param, ...]) -> bool:
+    """Whether the defaults that are callables are the same ones: two closures of one name may give other arrays."""
+    return [p.default for p in a if callable(p.default)] == [p.default for p in b if callable(p.default)]
 
 
 def check_bounds(label: str, bounds: object, params: tuple[Param, ...]) -> None:
@@ -213,7 +230,10 @@ class Variant:
         return [(label, node) for label, node in found if node is not None]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Variant) and (self is other or self.identity == other.identity)
+        if not isinstance(other, Variant):
+            return False
+        same = self is other or self.identity == other.identity
+        return same and same_callables(self.params, other.params)
 
     def __hash__(self) -> int:
         return hash(self.identity)

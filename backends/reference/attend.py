@@ -159,10 +159,9 @@ def _index_mask(part: Part, row: int, queries: np.ndarray, keys: Keys) -> np.nda
         if start >= 0:
             bits = start + np.where(place >= 0, place, 0)
             inside = bits < 8 * len(part.mask)
-            bits = np.where(inside, bits, 0)
-            seen[i] = (place < 0) | (
-                inside & ((part.mask[bits // 8] >> (bits % 8).astype(np.uint8)) & 1).astype(bool)
-            )
+            seen[i] = place < 0
+            bits = bits[inside]  # none where the mask speaks of no key
+            seen[i, inside] |= ((part.mask[bits // 8] >> (bits % 8).astype(np.uint8)) & 1).astype(bool)
     return seen
 
 
@@ -261,8 +260,8 @@ def _add(total: np.ndarray, weights: np.ndarray, visible: np.ndarray, value: np.
     terms[:, 0] = total
     with np.errstate(invalid="ignore", over="ignore"):
         np.multiply(weights[:, :, None], value[None], out=terms[:, 1:])
-    terms[:, 1:][~visible] = 0.0  # by selection: an unseen V may be NaN
-    return np.add.reduce(terms, axis=1)
+        terms[:, 1:][~visible] = 0.0  # by selection: an unseen V may be NaN
+        return np.add.reduce(terms, axis=1)
 
 
 def finish_rows(

@@ -189,3 +189,28 @@ def test_hooks_that_read_the_request_where_a_row_is_finished(cuda):
         add = by[request] * (position + 1) + np.array(kv)[request]
         expected = want.astype(np.float32) + add[:, None, None]
         np.testing.assert_allclose(got.astype(np.float32), expected, rtol=2**-7, atol=0.02)
+
+
+@pytest.mark.parametrize("keys", [300, 700])
+def test_lists_for_all_heads_beside_lists_per_head(keys):
+    """A row whose heads have merge rows of their own, while one item holds several of them: each head's states are its own."""
+    rng = np.random.default_rng(keys)
+    per_head = f.pages_per_head([0, 1], rng.permutation(8).reshape(1, 2, 4), [[3, 4]], [60], 16)
+    pages = -(-keys // 16)
+    prefix = f.paged([0, 1], [0, pages], 8 + np.arange(pages), [keys], 16)
+    own = f.paged([0, 1], [0, 4], 8 + pages + np.arange(4), [50], 16)
+    index = f.concat(per_head, f.shared_prefix(prefix, own))
+    spec = at.AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=64, q_dtype="bfloat16")
+    q = rng.standard_normal((2, 8, 64)).astype(ml_dtypes.bfloat16)
+    k, value = (rng.standard_normal((12 + pages, 16, 2, 64)).astype(ml_dtypes.bfloat16) for _ in "kv")
+    backend = EmulatedCuda(multiprocessors=1)
+    attn = at.Attention(spec, backend=backend, device="cpu", scheduler="round_robin")  # which splits no heads
+    work = attn.plan(index).work
+    assert ((work["head_end"] - work["head_begin"] > 1) & (work["slot"] >= 0)).any()
+    for _ in range(6):  # whose states are the last ones is chance
+        got = run(attn, q, (k, value))
+        for head in range(8):
+            keys_of, values = index.gather((k, value), 1, head // 4)
+            weights = np.exp(keys_of.astype(np.float64) @ q[1, head].astype(np.float64) / 8)
+            want = weights @ values.astype(np.float64) / weights.sum()
+            np.testing.assert_allclose(got.out[1, head].astype(np.float64), want, rtol=0.02, atol=0.01)

@@ -193,3 +193,29 @@ def test_a_tree():
 def test_bitwise(oracle):
     s = spec(variant=(v.causal(), v.softcap(20.0)), num_qo_heads=6)
     getattr(testing, oracle)(testing.make_case(s, [3, 9, 0, 5, 1], [300, 40, 9, 0, 2]), EmulatedHopper())
+
+
+@v.output
+def raised(ctx, d, o):
+    return o + 3.0 + at.variants.to_float(d)
+
+
+@pytest.mark.parametrize("kernel", ["tile", "decode", "hopper"])
+def test_no_output_hook_touches_the_empty_set(kernel):
+    """Rows without keys are 0 and -inf, whoever finishes them: an item, the merge, or for padding nobody's item."""
+    backend = {"tile": EmulatedCuda(False), "decode": EmulatedCuda(), "hopper": EmulatedHopper(1)}[kernel]
+    s = spec(variant=(v.causal(), v.sink_logits(0.5), raised), out_dtype="float32")
+    attn = at.Attention(s, backend=backend, device="cpu")
+    rng = np.random.default_rng(7)
+    k, value = (rng.standard_normal((900, 1, 64)).astype(as_dtype("bfloat16").numpy) for _ in "kv")
+    for queries, keys in (([1, 1], [0, 700]), ([3, 5], [2, 9]), ([40, 5], [9, 0])):
+        index = at.formats.ragged(np.cumsum([0, *queries]), np.cumsum([0, *keys]))
+        seen = np.concatenate(
+            [np.arange(n - m, n) >= 0 for m, n in zip(queries, keys, strict=True)] + [[False]]
+        )
+        q = rng.standard_normal((len(seen), 4, 64)).astype(k.dtype)
+        out, lse = np.full(q.shape, np.nan, np.float32), np.full(q.shape[:2], np.nan, np.float32)
+        attn.plan(index, pad_to=len(seen))
+        attn.run(q, (k, value), out=out, lse=lse)
+        assert (out[~seen] == 0).all() and np.isneginf(lse[~seen]).all()
+        assert np.isfinite(lse[seen]).all() and (np.abs(out[seen].mean((1, 2)) - 3.0 - 31.5) < 1.0).all()

@@ -198,3 +198,22 @@ def test_a_missing_v_is_not_k(host, kit):
     ):
         with pytest.raises(at.DtypeError, match="v must be an array"):
             call()
+
+
+def test_positions_and_slots_past_int32():
+    """Nothing wraps: a key past the last position would be seen by everybody, a slot past 2^31 by nobody."""
+    top = 2**31 - 1
+    page = formats.paged([0, 1], [0, 1], [0], [16], 16)
+    calls = {
+        "kv_pos": lambda: formats.bsr([0, 1], [3], (1, 8), 64, kv_pos=[top - 20]),
+        "kv_pos ": lambda: formats.cascade(page, page, kv_pos=[top - 10], qo_pos=[top]),
+        "kv_pos  ": lambda: formats.cascade(page, page, kv_pos=[top - 20]),
+        "index": lambda: formats.tree(formats.ragged([0, 3], [0, 8], kv_pos=[top - 6]), [-1, 0, 1]),
+    }
+    for label, call in calls.items():
+        with pytest.raises(at.ArgumentError, match=f"{label.strip()} must keep positions within int32"):
+            call()
+    with pytest.raises(at.UnsupportedError, match="slots below 2\\*\\*31"):
+        formats.tree(formats.paged([0, 1], [0, 1], [2**28], [16], 16), [-1])
+    assert formats.bsr([0, 1], [0], (1, 8), 64, kv_pos=[top - 7]).block_pos.tolist() == [top - 7]
+    assert formats.tree(formats.ragged([0, 1], [0, 8], kv_pos=[top - 7]), [-1]).parts[1].block_pos[0] == top

@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 
 import attnrt as at
+from attnrt.variants.expr import make
+from attnrt.variants.trace import CTX
+from attnrt.variants.variant import PairMap, input_node
 
 f = at.formats
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -276,3 +279,74 @@ def test_c50_nothing_runs(backend):
     k[2, :3], v[2, :3] = 1, 2
     out, lse = run(backend, index, np.ones((2, HEADS, DIM), np.float32), k, v, at.variants.causal())
     assert np.allclose(out[0], 2) and (out[1] == 0).all() and np.isneginf(lse[1]).all()
+
+
+@pytest.mark.parametrize("tokens", [35, 37, 48])
+def test_parts_of_other_page_sizes_see_a_whole_pool_of_slots(backend, rng, tokens):
+    """A pool of slots need not end with a page: single tokens behind its last whole page of 16 are keys like others."""
+    chosen = np.array([tokens - 1, 3, tokens - 2])
+    index = f.concat(f.paged([0, 1], [0, 1], [1], [9], 16), f.token_sparse([0, 1], [0, 3], chosen))
+    k, v = (rng.standard_normal((tokens, KV_HEADS, DIM)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((2, HEADS, DIM)).astype(np.float32)
+    out, lse = run(backend, index, q, k, v, None)
+    for row, slots in enumerate((np.arange(16, 25), chosen)):
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            weights = np.exp(k[slots, kv_head].astype(np.float64) @ q[row, head] / DIM**0.5)
+            want = weights @ v[slots, kv_head] / weights.sum()
+            np.testing.assert_allclose(out[row, head], want, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(lse[row, head], np.log(weights.sum()), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_that_speaks_of_no_key(backend, rng):
+    """``mask_begin`` behind every request's keys leaves no bit to read; all keys are seen."""
+    lens = np.array([9, 0, 5])
+    flat = f.paged([0, 2, 3, 4], [0, 2, 2, 3], [2, 0, 1], lens, SIZE)
+    index = f.tree(flat, mask=[np.zeros((n, 0), bool) for n in (2, 1, 1)], mask_begin=lens)
+    k, v = (rng.standard_normal((3 * SIZE, KV_HEADS, DIM)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((4, HEADS, DIM)).astype(np.float32)
+    out, _ = run(backend, index, q, k, v, None)
+    first, last = np.array([*range(2 * SIZE, 3 * SIZE), 0, 1]), np.arange(SIZE, SIZE + 5)
+    for row, listed in enumerate((first, first, last[:0], last)):
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            weights = np.exp(k[listed, kv_head].astype(np.float64) @ q[row, head] / DIM**0.5)
+            want = weights @ v[listed, kv_head] / max(weights.sum(), 1e-9)
+            np.testing.assert_allclose(out[row, head], want, rtol=1e-4, atol=1e-5)
+
+
+def test_keys_that_differ_by_request_are_not_shared(backend, rng):
+    """A hook on k that reads its request has no one answer for a list that several requests read."""
+    x = input_node("x0")
+    gain = make("param", "float32", attr="gain")[CTX.request]
+    hook = PairMap(dim=None, pairing="single", y0=x * gain)
+    variant = at.variants.Variant(name="own", params=(at.variants.Param(name="gain", rank=1),), key=hook)
+    spec = at.AttentionSpec(
+        num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, q_dtype="float32", variant=variant
+    )
+    attn = at.Attention(spec, backend=backend, device="cpu")
+    flat = f.paged([0, 1, 2], [0, 42, 84], [*range(40), 40, 41, *range(40), 42, 43], [290, 293], SIZE)
+    for index in (f.share(flat), f.concat(f.share(flat), flat)):
+        assert len(index.parts) > 1
+        with pytest.raises(at.UnsupportedError, match="must not share keys between requests"):
+            attn.plan(index)
+    own = f.tree(flat, [-1, -1])  # parts of which each request reads its own
+    k, v = (rng.standard_normal((44, SIZE, KV_HEADS, DIM)).astype(np.float32) for _ in "kv")
+    q = rng.standard_normal((2, HEADS, DIM)).astype(np.float32)
+    gains = np.array([0.5, 2.0], np.float32)
+    for index in (flat, own):
+        attn.plan(index)
+        out = attn.run(q, (k, v), gain=gains)
+        for row in range(2):
+            keys, values = index.gather((k, v), row, 1)
+            weights = np.exp(keys.astype(np.float64) @ q[row, 2] * gains[row] / DIM**0.5)
+            np.testing.assert_allclose(out[row, 2], weights @ values / weights.sum(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinities_that_cancel_are_nan_without_a_warning(backend, rng):
+    index = f.ragged([0, 1], [0, 4])
+    k, v = (rng.standard_normal((4, KV_HEADS, DIM)).astype(np.float32) for _ in "kv")
+    v[1, 0, 3], v[2, 0, 3] = np.inf, -np.inf
+    out, _ = run(backend, index, rng.standard_normal((1, HEADS, DIM)).astype(np.float32), k, v, None)
+    assert np.isnan(out[0, :2, 3]).all() and np.isnan(out).sum() == 2

@@ -55,7 +55,30 @@ def test_both_planners_end_where_masks_do(both):  # noqa: F811
     for _ in range(10):
         index, *_ = batch(rng)
         verify_plan(make_plan(plan_cases.spec(), index, plan_cases.traits()))
+        # A window and a mask take away keys of each query together, not of a tile's queries one after the other.
+        for left in (0, 30):
+            verify_plan(make_plan(plan_cases.spec(left=left, right=0), index, plan_cases.traits()))
+    # Parts of which alignment leaves one, because the other has no keys.
+    flat = at.formats.paged([0, 5, 6], [0, 10, 20], np.arange(20), [160, 160], 16)
+    empty = at.formats.paged([0, 6], [0, 0], [], [0], 8)
+    masked = at.formats.tree(flat, mask=[np.tile(np.arange(160) >= 100, (n, 1)) for n in (5, 1)])
+    index = at.formats.concat(masked, at.formats.shared_prefix(empty, flat))
+    plan = make_plan(plan_cases.spec(), index, plan_cases.traits())
+    assert len(index.parts) == 2 and len(plan.parts) == 1 and 96 in plan.work["kv_begin"]
+    verify_plan(plan)
     assert both
+
+
+def test_drafts_that_nobody_sees_need_not_be_covered():
+    """A tree is planned over its pages where no key's position is asked for; what its mask hides from all is then left out."""
+    pages = at.formats.paged([0, 2, 3], [0, 3, 5], [3, 0, 1, 2, 4], [40, 20], 16)
+    hidden = [np.array([[1, 0], [1, 0]], bool), np.zeros((1, 1), bool)]
+    spec = at.AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=64)
+    for mask in (hidden, [np.zeros((2, 2), bool), np.ones((1, 1), bool)]):
+        index = at.formats.tree(pages, [-1, 0, -1], mask=mask)
+        for workers in (1, 132):
+            verify_plan(make_plan(spec, index, plan_cases.traits(workers)))
+            verify_plan(make_plan(spec, index, at.Traits.of("h200", workers)))
 
 
 def test_a_triangle_costs_half():
@@ -68,3 +91,12 @@ def test_a_triangle_costs_half():
         for p in (make_plan(spec, index, traits) for index in (square, triangle))
     ]
     assert 0.5 * keys[0] <= keys[1] < 0.6 * keys[0]
+
+
+def test_drafts_past_a_query_need_not_be_covered():
+    """Positions of a chain of drafts follow by one, so the list that the planner makes of its leaf is cut where a query's end."""
+    pages = at.formats.paged([0, 9], [0, 6], np.arange(6), [87], 16)
+    index = at.formats.tree(pages, np.arange(9) - 1, mask=[np.ones((9, 9), bool)])
+    spec = at.AttentionSpec(num_qo_heads=14, num_kv_heads=2, head_dim=64, variant=at.variants.causal())
+    for traits in (plan_cases.traits(1, q_tile=1), at.Traits.of("cpu", 1)):
+        verify_plan(make_plan(spec, index, traits))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ import pytest
 
 import attnrt.variants as av
 from attnrt.errors import ArgumentError, DtypeError
+from attnrt.variants.trace import CTX
+from attnrt.variants.variant import PairMap, input_node
 
 EMPTY = np.zeros(4, np.float32)
 
@@ -289,3 +292,38 @@ def test_who_asks_where_keys_stand():
     assert [av.compose(x).reads_key_positions for x in silent] == [False] * len(silent)
     assert [av.compose(x).reads_key_positions for x in asking] == [True] * len(asking)
     assert av.compose((av.custom_mask(), av.causal())).reads_key_positions
+
+
+def test_defaults_that_are_closures_are_told_apart():
+    """Two closures of one function share its name; the arrays that they give are other ones."""
+
+    def bias(gain):
+        default = av.Param(name="bias", default=lambda heads: np.full(heads, gain, np.float32))
+        return av.cpp("plus", logits="s + bias", params={"bias": default})
+
+    one, two = bias(1.0), bias(2.0)
+    assert one != two and av.compose(one) != av.compose(two) and av.compose(one) == av.compose((one,))
+    assert av.compose(one).key == av.compose(two).key
+    for variant, gain in ((one, 1.0), (two, 2.0)):
+        assert bind(variant).host["bias"].tolist() == [gain] * 8
+    partial = functools.partial(np.full, fill_value=3.0, dtype=np.float32)
+    assert bind(av.cpp("plus", logits="s + bias", params={"bias": av.Param(name="bias", default=partial)}))
+
+
+FIELDS = [
+    ("query", "kv_pos"),
+    ("query", "kv_slot"),
+    ("key", "qo_pos"),
+    ("key", "qo_row"),
+    ("value", "qo_row"),
+]
+
+
+@pytest.mark.parametrize(("hook", "field"), FIELDS)
+def test_a_map_does_not_read_the_other_side(hook, field):
+    """A row of k is mapped once for all queries of a tile: it has no position of one of them."""
+    text = av.cpp("own", **{hook: f"y0 = x0 + (float)ctx . {field};"})
+    node = PairMap(dim=None, pairing="single", y0=input_node("x0") + av.to_float(getattr(CTX, field)))
+    for variant in (text, av.Variant(name="own", **{hook: node})):
+        with pytest.raises(ArgumentError, match=f"own: {hook} hook must not read .*ctx.{field}"):
+            av.compose((av.causal(), variant))

@@ -9,7 +9,7 @@ namespace attnrt {
 
 // What finish() needs to know of a row.
 struct FinishRow {
-  float inverse;  // factor on acc
+  float inverse;  // factor on acc; 0: the empty set, which no output hook touches (softmax-free: not told apart)
   float lse;
 };
 
@@ -42,7 +42,7 @@ template <class Config, class Variant>
 __device__ __forceinline__ typename Bits<Config::out_type>::type finish_value(const ParamRef* params, const Ctx& c,
                                                                               const FinishRow& row, int d, float acc) {
   float o = row.inverse == 0.0f ? 0.0f : __fmul_rn(acc, row.inverse);
-  if constexpr (Variant::has_output) o = Variant::output(params, c, d, o);
+  if constexpr (Variant::has_output) o = row.inverse == 0.0f ? 0.0f : Variant::output(params, c, d, o);
   return from_float<Config::out_type>(o);
 }
 

@@ -361,7 +361,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   // Element col of a finished row, before the cast.
   __device__ __forceinline__ float finished(const Ctx& c, const FinishRow& row, int col, float acc) const {
     const float x = row.inverse == 0.0f ? 0.0f : __fmul_rn(acc, row.inverse);
-    if constexpr (Variant::has_output) return Variant::output(params_, c, col, x);
+    if constexpr (Variant::has_output) return row.inverse == 0.0f ? 0.0f : Variant::output(params_, c, col, x);
     return x;
   }
 

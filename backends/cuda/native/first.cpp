@@ -145,6 +145,7 @@ int first_row(const attnrt_first_part_t& part, const int32_t* item, const int32_
   const int one = kHasRow | kHasRows | kHasRequest;
   if (merge < 0) return one;
   const int32_t* at = merge_rows + merge * kMergeFields;
+  if (item[kHeadEnd] > at[2]) return one;  // where a part has lists per head, each head has a merge row of its own
   to.counter = merge * (at[2] - at[1]) + head - at[1];
   to.merge_begin = at[3];
   to.merge_end = at[4];
@@ -171,7 +172,7 @@ struct Known {
     const auto differ = [mine, item](int i) { return pair(mine + i) ^ pair(item + i); };
     if (differ(kPart) | differ(kQBegin) | differ(kKvBegin) | differ(kLeafBegin) | differ(kSlot)) return false;
     const int head = item[kHeadBegin];
-    return merge ? merge[1] <= head && head < merge[2] : item[kSlot] < 0;
+    return merge ? merge[1] <= head && item[kHeadEnd] <= merge[2] : item[kSlot] < 0;
   }
 };
 const int kKnown = 128;
