@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -134,7 +135,8 @@ def token_sparse(
     positions : int32 [kv_indptr[-1]], optional
         Position of each token in the whole sequence, in any order; None: 0, 1, 2, ... in each list.
     kv_lens : int32 [requests], optional
-        Length of the whole sequence, for the default positions of the queries; None: one past the largest position listed.
+        Length of the whole sequence, for the default positions of the queries; at least the tokens listed. None: one past the
+        largest position listed (where tokens share positions, as many as are listed, with queries at the same positions).
     qo_pos : int32 [num_qo], optional
     kv_pos : int32 [requests], optional
         In place of positions: the first token's; the others follow by one.
@@ -164,6 +166,12 @@ def token_sparse(
     else:
         lens, longest, _ = read_kv_lens(kv_lens, None, n)
     requests, queries = read_queries(qo_indptr, lens, None, qo_pos, longest)
+    if (counts > lens).any():  # a request is as long as its list, or the last keys would not be read
+        if kv_lens is not None:
+            r = int(np.argmax(counts > lens))
+            rule = f"must be at least the {counts[r]} tokens listed"
+            raise ArgumentError("kv_lens", rule, f"{lens[r]} in request {r}")
+        requests = replace(requests, kv_lens=frozen(np.maximum(counts, lens)))
     ids, top = block_ids("slots", slots, total, "kv_indptr[-1]")
     return BlockSparse(
         block_size=(queries.longest or 1, 1),
