@@ -1,22 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an index keeps what formats/base.py promises: cheap looks at shapes and lengths, and a full look at every entry.
+"""Whether an index keeps what formats/base.py promises: cheap looks at every array, and a full one at each query's keys.
 
-The builders check what users give them. This is for indexes made by hand and for builders under test; ``full`` costs time
-and memory in proportion to queries and keys.
+The builders check what users give them, and their indexes are taken as they are (``trusted``). This is for indexes made by hand,
+which plan() checks once, and for builders under test; ``full`` costs time and memory in proportion to queries and keys.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from attnrt.errors import ArgumentError, DtypeError
 from attnrt.formats.access import tokens
-from attnrt.formats.arrays import INT_MAX, is_device
+from attnrt.formats.arrays import INT_MAX, bound_array, is_device
 from attnrt.formats.base import HOLE, BlockSparse, Composite, Index
 
-__all__ = ["check"]
+__all__ = ["check", "need_checked", "trusted"]
+
+I = TypeVar("I", BlockSparse, Composite, Index)
+
+
+def trusted(index: I) -> I:
+    """The index itself, whose arrays a builder of ours made of what it had checked."""
+    object.__setattr__(index, "checked", True)
+    return index
+
+
+def need_checked(index: Index) -> None:
+    """Check an index, cheaply, unless that was done before or a builder of ours made it."""
+    if not index.checked:
+        check(index)
 
 
 def check(index: Index, full: bool = False) -> None:
@@ -26,19 +40,36 @@ def check(index: Index, full: bool = False) -> None:
     ----------
     index : Index
     full : bool
-        Also look at every entry: ids, slots listed twice for a query, offsets that overlap or leave a gap, mask bits. Lists on
-        a device are taken on trust.
+        Also look at the keys of every query: slots listed twice, offsets that overlap or leave a gap. Lists on a device are
+        taken on trust.
     """
     if isinstance(index, Composite):
         _check_composite(index)
-    for i, part in enumerate(index.parts):
-        at = f"parts[{i}]." if isinstance(index, Composite) else ""
-        _check_shapes(part, at)
-        _check_lengths(part, at)
-        if full:
-            _check_entries(part, at)
+        _check_parts(index.parts, "parts")
+        _check_parts(index.in_line or (), "in_line")
+        if index.flat is not None:
+            _check_part(index.flat, "flat.")
+    else:
+        _check_part(index, "")
     if full:
         _check_keys(index)
+    trusted(index)
+
+
+def _check_parts(parts: tuple[BlockSparse, ...], name: str) -> None:
+    for i, part in enumerate(parts):
+        _check_part(part, f"{name}[{i}].")
+
+
+def _check_part(part: BlockSparse, at: str) -> None:
+    """All that can be seen without going through each query's keys; a max_block that was left out is filled in."""
+    _check_shapes(part, at)
+    _check_lengths(part, at)
+    _check_queries(part, at)
+    _check_ids(part, at)
+    _check_offsets(part, at)
+    _check_mask(part, at)
+    trusted(part)
 
 
 def _check_composite(index: Composite) -> None:
@@ -69,6 +100,8 @@ def _check_shapes(part: BlockSparse, at: str) -> None:
     cells = rows * part.heads
     _array(f"{at}requests.qo_lens", requests.qo_lens, np.int32, None)
     _array(f"{at}requests.kv_lens", requests.kv_lens, np.int32, len(requests))
+    if requests.bound_kv_lens is not None:
+        bound_array(f"{at}requests.bound_kv_lens", requests.bound_kv_lens, exactly=len(requests))
     for name, length in (
         ("qo_indptr", None),
         ("request", queries),
@@ -109,8 +142,10 @@ def _array(name: str, array: Any, dtype: Any, length: int | None) -> None:
         raise ArgumentError(name, "must be a NumPy array", type(array).__name__)
     if array.dtype != dtype:
         raise DtypeError(name, f"must be {np.dtype(dtype).name}", array.dtype.name)
-    if array.ndim != 1 or not array.flags.c_contiguous:
-        raise ArgumentError(name, "must have 1 axis and be contiguous", f"shape {list(array.shape)}")
+    if array.ndim != 1:
+        raise ArgumentError(name, "must have 1 axis", f"shape {list(array.shape)}")
+    if not array.flags.c_contiguous:
+        raise ArgumentError(name, "must be contiguous", f"strides {list(array.strides)}")
     if length is not None and len(array) != length:
         raise ArgumentError(name, f"must have {length} entries", len(array))
 
@@ -141,9 +176,13 @@ def _check_lengths(part: BlockSparse, at: str) -> None:
         if part.indices is None
         else np.diff(part.indptr).astype(np.int64) * C
     )
-    if ((begin < 0) | (begin > end) | (end > listed)).any():
+    bad = (begin < 0) | (begin > end) | (end > listed)
+    if bad.any():
+        i = int(np.argmax(bad))
         raise ArgumentError(
-            f"{at}kv_begin and kv_end", "must satisfy 0 <= kv_begin <= kv_end <= listed blocks * C"
+            f"{at}kv_begin and kv_end",
+            "must satisfy 0 <= kv_begin <= kv_end <= listed blocks * C",
+            f"{begin[i]}, {end[i]} and {listed[i]} in list {i}",
         )
     if len(part.request) and (part.request.min() < 0 or part.request.max() >= len(part.requests)):
         raise ArgumentError(
@@ -162,29 +201,82 @@ def _check_lengths(part: BlockSparse, at: str) -> None:
         "bound_kv_lens": part.requests.bound_kv_lens is not None,
     }
     for name, value in found.items():
-        # An index with one KV head may still say that its lists are per head.
-        if getattr(part.features, name) != value and not (name == "per_head" and part.heads == 1):
+        # An index with one KV head may still say that its lists are per head, and an array on the host that it is bound.
+        more = name.startswith("bound_") or (name == "per_head" and part.heads == 1)
+        if getattr(part.features, name) != value and not (more and not value):
             raise ArgumentError(f"{at}features.{name}", f"must be {value}", getattr(part.features, name))
 
 
-def _check_entries(part: BlockSparse, at: str) -> None:
-    """Rows of q, block ids, mask bits."""
-    if part.qo_index is not None:
-        rows = part.qo_index
-        if len(rows) and (rows.min() < 0 or rows.max() >= part.num_qo):
-            raise ArgumentError(f"{at}qo_index", f"must be below {part.num_qo}", int(rows.max()))
-        if len(np.unique(rows)) != len(rows):
-            raise ArgumentError(f"{at}qo_index", "must list a row of q at most once")
-    if isinstance(part.indices, np.ndarray):
+def _check_queries(part: BlockSparse, at: str) -> None:
+    """Rows of q."""
+    rows = part.qo_index
+    if rows is None or not len(rows):
+        return
+    if rows.min() < 0 or rows.max() >= part.num_qo:
+        raise ArgumentError(f"{at}qo_index", f"must be below {part.num_qo}", int(rows.max()))
+    if np.bincount(rows).max() > 1:
+        raise ArgumentError(f"{at}qo_index", "must list a row of q at most once")
+
+
+def _check_ids(part: BlockSparse, at: str) -> None:
+    """Block ids, or the slots of an affine index, and the largest of them."""
+    if part.kv_base is not None:
+        live = _live(part).any(axis=1)
+        ends = (part.kv_base[:, None] + part.kv_end.reshape(-1, part.heads)).max(axis=1)[live]
+        begins = (part.kv_base[:, None] + part.kv_begin.reshape(-1, part.heads)).min(axis=1)[live]
+        if begins.min(initial=0) < 0:
+            raise ArgumentError(f"{at}kv_base", "must name slots of at least 0", int(begins.min()))
+        top = int(ends.max(initial=0)) - 1
+    elif not part.features.bound_indices:
         ids = part.indices[: part.indptr[-1]]
         if ids.min(initial=0) < HOLE:
             raise ArgumentError(
                 f"{at}indices", "must hold block ids of at least 0, or -1 for a hole", int(ids.min())
             )
-        if ids.max(initial=-1) > part.max_block:
-            raise ArgumentError(f"{at}max_block", f"must be at least {ids.max()}", part.max_block)
+        top = int(ids.max(initial=-1))
+    else:
+        bound_array(f"{at}indices", part.indices, at_least=int(part.indptr[-1]))
+        return  # kernels guard every id
+    if part.max_block == -1:
+        object.__setattr__(part, "max_block", top)
+    if top > part.max_block:
+        raise ArgumentError(f"{at}max_block", f"must be at least {top}, or left out", part.max_block)
+
+
+def _live(part: BlockSparse) -> np.ndarray:
+    """Which lists, [rows, heads], have keys and a query to read them."""
+    queries = np.diff(part.qo_indptr) > 0
+    return (part.kv_end > part.kv_begin).reshape(-1, part.heads) & queries[:, None]
+
+
+def _check_offsets(part: BlockSparse, at: str) -> None:
+    """Offsets in the request: from 0 to its length, past which kernels read nothing."""
+    row, head = np.nonzero(_live(part))
+    cell, offset = row * part.heads + head, part.kv_offset[row].astype(np.int64)
+    if ((offset + part.kv_begin[cell]) < 0).any():
+        raise ArgumentError(f"{at}kv_offset", "must give live keys offsets of at least 0", int(offset.min()))
+    # The shortest request among a row's queries; a live row has queries, so its first one begins its own run of minima.
+    filled = np.flatnonzero(np.diff(part.qo_indptr))
+    shortest = np.zeros(part.num_rows, np.int64)
+    if len(filled):
+        lens = part.requests.kv_lens[part.request]
+        shortest[filled] = np.minimum.reduceat(lens, part.qo_indptr[filled])
+    ends = offset + part.kv_end[cell]
+    if (ends > shortest[row]).any():
+        worst = int(np.argmax(ends - shortest[row]))
+        raise ArgumentError(
+            f"{at}requests.kv_lens",
+            f"must be at least the {ends[worst]} keys that block row {row[worst]} lists",
+            int(shortest[row[worst]]),
+        )
+
+
+def _check_mask(part: BlockSparse, at: str) -> None:
+    """Bits enough for each query."""
     if part.mask is None or part.mask_offset is None or part.mask_begin is None:
         return
+    if part.features.bound_mask:
+        bound_array(f"{at}mask", part.mask, dtype="uint8")
     row_of = np.repeat(np.arange(part.num_rows), np.diff(part.qo_indptr))
     ends = part.kv_end.reshape(-1, part.heads).max(axis=1, initial=0) + part.kv_offset
     bits = np.maximum(ends.astype(np.int64) - part.mask_begin, 0)[row_of]

@@ -11,6 +11,7 @@ from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.access import need_host_indices, tokens
 from attnrt.formats.arrays import frozen, zeros
 from attnrt.formats.base import BlockSparse
+from attnrt.formats.check import need_checked, trusted
 
 __all__ = ["Gathered", "gathered"]
 
@@ -49,6 +50,7 @@ def gathered(index: BlockSparse) -> Gathered:
     """
     if not isinstance(index, BlockSparse):
         raise ArgumentError("index", "must be flat", type(index).__name__)
+    need_checked(index)
     if index.heads > 1:
         raise UnsupportedError("index", "must have one list for all heads", f"{index.heads} lists")
     if index.kv_pos is None:
@@ -71,4 +73,4 @@ def gathered(index: BlockSparse) -> Gathered:
         max_block=len(slots) - 1,
         features=replace(index.features, affine=True),
     )
-    return Gathered(index=side_by_side, slots=frozen(slots), positions=frozen(positions))
+    return Gathered(index=trusted(side_by_side), slots=frozen(slots), positions=frozen(positions))

@@ -26,6 +26,7 @@ from attnrt.formats.arrays import (
     zeros,
 )
 from attnrt.formats.base import BlockSparse, Features
+from attnrt.formats.check import trusted
 from attnrt.formats.requests import read_kv_lens, read_queries
 
 __all__ = ["bsr", "pages_per_head", "token_sparse"]
@@ -92,7 +93,7 @@ def bsr(
     if cols % C:
         # The last block column is cut off: blocks of a size that divides num_cols, so that no list names keys past it.
         C, starts, columns = _split_blocks(C, cols, counts, columns)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(R, C),
         num_qo=queries,
         requests=requests,
@@ -112,6 +113,7 @@ def bsr(
         max_block=int(columns.max(initial=-1)),
         features=Features(block_pos=True, masked=mask is not None),
     )
+    return trusted(found)
 
 
 def token_sparse(
@@ -173,7 +175,7 @@ def token_sparse(
             raise ArgumentError("kv_lens", rule, f"{lens[r]} in request {r}")
         requests = replace(requests, kv_lens=frozen(np.maximum(counts, lens)))
     ids, top = block_ids("slots", slots, total, "kv_indptr[-1]")
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(queries.longest or 1, 1),
         num_qo=queries.count,
         requests=requests,
@@ -190,6 +192,7 @@ def token_sparse(
         max_block=top,
         features=Features(block_pos=where is not None, bound_indices=is_device(slots)),
     )
+    return trusted(found)
 
 
 def pages_per_head(
@@ -258,7 +261,7 @@ def pages_per_head(
         keep = slot < listed[:, :, None]
         indptr, ids, where = indptr_of(listed.reshape(-1)), frozen(grid[keep]), where[keep]
         top = largest("pages", ids, holes=True)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(queries.longest or 1, size),
         heads=heads,
         num_qo=queries.count,
@@ -276,6 +279,7 @@ def pages_per_head(
         max_block=top,
         features=Features(per_head=True, block_pos=True, bound_indices=on_device),
     )
+    return trusted(found)
 
 
 def _block_size(value: Any) -> tuple[int, int]:
