@@ -63,8 +63,7 @@ def _number(param: Param, value: Any) -> np.ndarray:
             param.name, f"must fit in {param.dtype}", f"a number of {value.bit_length()} bits"
         )
     if param.dtype == "float32":
-        with np.errstate(over="ignore"):
-            return np.asarray(np.float32(value))
+        return _rounded(param, np.asarray(float(value)))
     if not math.isfinite(value) or value != int(value):
         raise ArgumentError(param.name, "must be a whole number", value)
     half = 2 ** (31 if param.dtype == "int32" else 63)
@@ -73,19 +72,31 @@ def _number(param: Param, value: Any) -> np.ndarray:
     return np.asarray(int(value), dtype=param.dtype)
 
 
-def _exact_cast(param: Param, value: np.ndarray) -> np.ndarray:
-    """To the parameter's dtype, only if no value changes."""
+def _rounded(param: Param, value: np.ndarray) -> np.ndarray:
+    """Floats as float32, to the nearest; a finite one that float32 does not reach is refused."""
+    with np.errstate(all="ignore"):
+        new = value.astype(np.float32)
+    over = np.isinf(new) & np.isfinite(value)
+    if over.any():
+        raise ArgumentError(param.name, "must fit in float32", value[over].flat[0])
+    return new
+
+
+def _cast(param: Param, value: np.ndarray) -> np.ndarray:
+    """To the parameter's dtype: floats are rounded to float32, all else converts only if no value changes."""
     if value.dtype == np.dtype(param.dtype):
         return value
     if value.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2") and param.dtype == "float32":
         return value.astype(np.float32)  # of ml_dtypes, which NumPy calls kind V; float32 holds them all
     if value.dtype.kind not in "iuf":
         raise DtypeError(param.name, f"must be {param.dtype}", value.dtype)
+    if value.dtype.kind == "f" and param.dtype == "float32":
+        return _rounded(param, value)
     with np.errstate(all="ignore"):
         nan = np.isnan(value)
         new = value.astype(param.dtype)
         same = (new.astype(value.dtype) == value) | nan
-    if not same.all() or (param.dtype != "float32" and value.dtype.kind == "f" and nan.any()):
+    if not same.all() or nan.any():
         raise DtypeError(param.name, f"must be {param.dtype}: converting would change values", value.dtype)
     return new
 
@@ -108,7 +119,7 @@ def host_value(param: Param, value: Any) -> np.ndarray:
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
     if isinstance(value, np.ndarray) and value.ndim:
-        array = _exact_cast(param, value)
+        array = _cast(param, value)
     else:
         array = _number(param, value.item() if isinstance(value, (np.ndarray, np.generic)) else value)
     if param.rank == 0 and array.ndim > 1:
@@ -170,7 +181,7 @@ def bind_params(
     ArgumentError
         Unknown or missing names, shapes, ranges, not finite.
     DtypeError
-        A dtype that would change values.
+        A dtype that would change values by more than rounding to float32.
     """
     known = {p.name for p in params}
     for name in values:
