@@ -21,7 +21,16 @@ import numpy as np
 from attnrt.errors import ArgumentError, DtypeError
 from attnrt.variants.variant import Param
 
-__all__ = ["PARAM_REF", "BoundParams", "Place", "bind_params", "check_default", "host_value", "read_value"]
+__all__ = [
+    "PARAM_REF",
+    "BoundParams",
+    "Place",
+    "bind_params",
+    "check_default",
+    "check_names",
+    "host_value",
+    "read_value",
+]
 
 #: Layout of ParamRef, 64 bytes. ptr: address or 0; imm: the number's bits if ptr is 0; strides: elements,
 #: 64-bit.
@@ -154,6 +163,15 @@ def check_default(param: Param) -> Param:
     return dataclasses.replace(param, default=value.item())
 
 
+def check_names(params: tuple[Param, ...], values: Mapping[str, Any]) -> None:
+    """Raise on a value that no parameter takes."""
+    known = {p.name for p in params}
+    for name in values:
+        if name not in known:
+            hint = f"parameters of this variant: {', '.join(sorted(known)) or 'none'}"
+            raise ArgumentError(f"argument {name}", "is not a parameter of the variant", hint=hint)
+
+
 def bind_params(
     params: tuple[Param, ...],
     values: Mapping[str, Any],
@@ -183,11 +201,7 @@ def bind_params(
     DtypeError
         A dtype that would change values by more than rounding to float32.
     """
-    known = {p.name for p in params}
-    for name in values:
-        if name not in known:
-            hint = f"parameters of this variant: {', '.join(sorted(known)) or 'none'}"
-            raise ArgumentError(f"argument {name}", "is not a parameter of the variant", hint=hint)
+    check_names(params, values)
     records: list[tuple] = []
     host: dict[str, np.ndarray | None] = {}
     keep: list[Any] = []
