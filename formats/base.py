@@ -156,7 +156,7 @@ class BlockSparse:
         return (self,)
 
     def check(self, full: bool = False) -> None:
-        """Raise unless every invariant holds; ``full`` also looks at each query's keys (listed twice, gaps in their offsets)."""
+        """Raise unless every invariant holds; ``full`` also looks for keys that a query lists twice."""
         from attnrt.formats.check import check
 
         check(self, full=full)
@@ -215,7 +215,7 @@ class Composite:
         return self.parts if positions or self.in_line is None else self.in_line
 
     def check(self, full: bool = False) -> None:
-        """Raise unless every invariant holds; ``full`` also looks at each query's keys (listed twice, gaps in their offsets)."""
+        """Raise unless every invariant holds; ``full`` also looks for keys that a query lists twice."""
         from attnrt.formats.check import check
 
         check(self, full=full)

@@ -40,51 +40,46 @@ def check(index: Index, full: bool = False) -> None:
     ----------
     index : Index
     full : bool
-        Also look at the keys of every query: slots listed twice, offsets that overlap or leave a gap. Lists on a device are
-        taken on trust.
+        Also look for slots that a query lists twice. Lists on a device are taken on trust.
     """
     if isinstance(index, Composite):
         _check_composite(index)
-        _check_parts(index.parts, "parts")
-        _check_parts(index.in_line or (), "in_line")
-        if index.flat is not None:
-            _check_part(index.flat, "flat.")
     else:
         _check_part(index, "")
+        _check_spans((index,), "")
     if full:
         _check_keys(index)
     trusted(index)
 
 
-def _check_parts(parts: tuple[BlockSparse, ...], name: str) -> None:
-    for i, part in enumerate(parts):
-        _check_part(part, f"{name}[{i}].")
-
-
 def _check_part(part: BlockSparse, at: str) -> None:
-    """All that can be seen without going through each query's keys; a max_block that was left out is filled in."""
+    """All that concerns one part; a max_block that was left out is filled in."""
     _check_shapes(part, at)
     _check_lengths(part, at)
     _check_queries(part, at)
     _check_ids(part, at)
-    _check_offsets(part, at)
     _check_mask(part, at)
-    trusted(part)
 
 
 def _check_composite(index: Composite) -> None:
+    """The parts, and what may be planned in their place."""
     if not index.parts:
         raise ArgumentError("parts", "must not be empty")
     first = index.parts[0]
-    for i, part in enumerate(index.parts):
-        if not isinstance(part, BlockSparse):
-            raise ArgumentError(
-                f"parts[{i}]", "must be BlockSparse; a Composite is not nested", type(part).__name__
-            )
-        if part.num_qo != first.num_qo:
-            raise ArgumentError(f"parts[{i}].num_qo", f"must be {first.num_qo}, as in part 0", part.num_qo)
-        if part.requests is not first.requests:
-            raise ArgumentError(f"parts[{i}].requests", "must be the same object in all parts")
+    flat = () if index.flat is None else (index.flat,)
+    forms = {"parts": index.parts, "in_line": index.in_line or (), "flat": flat}
+    for name, parts in forms.items():
+        for i, part in enumerate(parts):
+            at = name if name == "flat" else f"{name}[{i}]"
+            if not isinstance(part, BlockSparse):
+                raise ArgumentError(at, "must be BlockSparse; a Composite is not nested", type(part).__name__)
+            if part.num_qo != first.num_qo:
+                raise ArgumentError(f"{at}.num_qo", f"must be {first.num_qo}, as in part 0", part.num_qo)
+            if part.requests is not first.requests:
+                raise ArgumentError(f"{at}.requests", "must be the same object in all parts")
+            _check_part(part, f"{at}.")
+        if parts:
+            _check_spans(parts, f"{name}: ")
     if index.features.num_parts != len(index.parts):
         raise ArgumentError("features.num_parts", f"must be {len(index.parts)}", index.features.num_parts)
 
@@ -221,12 +216,12 @@ def _check_queries(part: BlockSparse, at: str) -> None:
 def _check_ids(part: BlockSparse, at: str) -> None:
     """Block ids, or the slots of an affine index, and the largest of them."""
     if part.kv_base is not None:
-        live = _live(part).any(axis=1)
-        ends = (part.kv_base[:, None] + part.kv_end.reshape(-1, part.heads)).max(axis=1)[live]
-        begins = (part.kv_base[:, None] + part.kv_begin.reshape(-1, part.heads)).min(axis=1)[live]
-        if begins.min(initial=0) < 0:
-            raise ArgumentError(f"{at}kv_base", "must name slots of at least 0", int(begins.min()))
-        top = int(ends.max(initial=0)) - 1
+        live = part.kv_end > part.kv_begin
+        base = np.repeat(part.kv_base, part.heads)[live]
+        low = int((base + part.kv_begin[live]).min(initial=0))
+        if low < 0:
+            raise ArgumentError(f"{at}kv_base", "must name slots of at least 0", low)
+        top = int((base + part.kv_end[live]).max(initial=0)) - 1
     elif not part.features.bound_indices:
         ids = part.indices[: part.indptr[-1]]
         if ids.min(initial=0) < HOLE:
@@ -243,32 +238,41 @@ def _check_ids(part: BlockSparse, at: str) -> None:
         raise ArgumentError(f"{at}max_block", f"must be at least {top}, or left out", part.max_block)
 
 
-def _live(part: BlockSparse) -> np.ndarray:
-    """Which lists, [rows, heads], have keys and a query to read them."""
-    queries = np.diff(part.qo_indptr) > 0
-    return (part.kv_end > part.kv_begin).reshape(-1, part.heads) & queries[:, None]
-
-
-def _check_offsets(part: BlockSparse, at: str) -> None:
-    """Offsets in the request: from 0 to its length, past which kernels read nothing."""
-    row, head = np.nonzero(_live(part))
-    cell, offset = row * part.heads + head, part.kv_offset[row].astype(np.int64)
-    if ((offset + part.kv_begin[cell]) < 0).any():
-        raise ArgumentError(f"{at}kv_offset", "must give live keys offsets of at least 0", int(offset.min()))
-    # The shortest request among a row's queries; a live row has queries, so its first one begins its own run of minima.
-    filled = np.flatnonzero(np.diff(part.qo_indptr))
-    shortest = np.zeros(part.num_rows, np.int64)
-    if len(filled):
-        lens = part.requests.kv_lens[part.request]
-        shortest[filled] = np.minimum.reduceat(lens, part.qo_indptr[filled])
-    ends = offset + part.kv_end[cell]
-    if (ends > shortest[row]).any():
-        worst = int(np.argmax(ends - shortest[row]))
-        raise ArgumentError(
-            f"{at}requests.kv_lens",
-            f"must be at least the {ends[worst]} keys that block row {row[worst]} lists",
-            int(shortest[row[worst]]),
-        )
+def _check_spans(parts: tuple[BlockSparse, ...], at: str) -> None:
+    """Offsets of each query's keys follow on from each other over all parts, from 0 and no further than its request's length."""
+    num_qo, heads = parts[0].num_qo, max(part.heads for part in parts)
+    begins, ends = np.zeros((2, len(parts), num_qo, heads), np.int64)
+    request = np.full(num_qo, -1)
+    for i, part in enumerate(parts):
+        if part.heads not in (1, heads):
+            raise ArgumentError(f"{at}heads", f"must be 1 or {heads} in all parts", part.heads)
+        row = np.repeat(np.arange(part.num_rows), np.diff(part.qo_indptr))
+        rows_of_q = np.arange(len(row)) if part.qo_index is None else part.qo_index
+        live = (part.kv_end > part.kv_begin).reshape(-1, part.heads)
+        for target, source in ((begins, part.kv_begin), (ends, part.kv_end)):
+            offsets = part.kv_offset[:, None].astype(np.int64) + source.reshape(-1, part.heads)
+            target[i, rows_of_q] = np.where(live, offsets, 0)[row]
+        if ((request[rows_of_q] >= 0) & (request[rows_of_q] != part.request)).any():
+            raise ArgumentError(f"{at}request", "must be the same for a query in all parts")
+        request[rows_of_q] = part.request
+    # Spans that lie side by side from 0: sorted, each begins where the one before ends (one without keys: at 0).
+    begins.sort(axis=0)
+    ends.sort(axis=0)
+    before = np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
+    apart = np.argwhere(begins != before)
+    if len(apart):
+        i, q, head = apart[0]
+        what = "overlap" if begins[i, q, head] < before[i, q, head] else "leave a gap"
+        spans = list(zip(begins[:, q, head].tolist(), ends[:, q, head].tolist(), strict=True))
+        raise ArgumentError(f"{at}kv_offset", f"must not let keys {what}", f"offsets {spans} in row {q} of q")
+    last = ends[-1].max(axis=1)
+    lens = (
+        np.where(request < 0, 0, parts[0].requests.kv_lens[request]) if len(parts[0].requests) else 0 * last
+    )
+    if (last > lens).any():
+        q = int(np.argmax(last > lens))
+        rule = f"must be at least the {last[q]} keys that row {q} of q lists"
+        raise ArgumentError(f"{at}requests.kv_lens", rule, int(lens[q]))
 
 
 def _check_mask(part: BlockSparse, at: str) -> None:
@@ -295,7 +299,7 @@ def _length(array: Any) -> int:
 
 
 def _check_keys(index: Index) -> None:
-    """Offsets of each query's parts follow on from each other from 0, and no slot is listed twice.
+    """No slot is listed twice.
 
     Queries that share their block rows in all parts share the answer, so it is worked out once for each combination.
     """
@@ -309,22 +313,12 @@ def _check_keys(index: Index) -> None:
 
 
 def _check_one(index: Index, rows: list[int], head: int) -> None:
-    spans, slots = [], []
+    slots = []
     for part, row in zip(index.parts, rows, strict=True):
-        if row < 0:
-            continue
-        cell = row * part.heads + (head if part.heads > 1 else 0)
-        begin, end = (int(part.kv_offset[row]) + int(x[cell]) for x in (part.kv_begin, part.kv_end))
-        if begin == end:
-            continue
-        spans.append((begin, end))
-        if part.indices is None or isinstance(part.indices, np.ndarray):
+        if row >= 0 and (part.indices is None or isinstance(part.indices, np.ndarray)):
+            cell = row * part.heads + (head if part.heads > 1 else 0)
+            begin, end = (int(part.kv_offset[row]) + int(x[cell]) for x in (part.kv_begin, part.kv_end))
             slots.append(tokens(part, row, head, begin, end)[0])
-    spans.sort()
-    for (_, end), (begin, _) in zip([(0, 0), *spans], spans, strict=False):
-        if begin != end:
-            what = "overlap" if begin < end else "leave a gap"
-            raise ArgumentError("kv_offset", f"must not let parts {what}", f"{spans} in block rows {rows}")
     listed = np.concatenate([np.zeros(0, np.int64), *slots])
     listed = np.sort(listed[listed >= 0])
     if (listed[1:] == listed[:-1]).any():

@@ -50,11 +50,11 @@ def gathered(index: BlockSparse) -> Gathered:
     """
     if not isinstance(index, BlockSparse):
         raise ArgumentError("index", "must be flat", type(index).__name__)
-    need_checked(index)
     if index.heads > 1:
         raise UnsupportedError("index", "must have one list for all heads", f"{index.heads} lists")
     if index.kv_pos is None:
         raise UnsupportedError("index", "must have positions that run on", "positions of each block")
+    need_checked(index)
     need_host_indices(index, "gathered()")
     lens = (index.kv_end - index.kv_begin).astype(np.int64)
     first = np.cumsum(lens) - lens
