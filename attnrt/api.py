@@ -134,6 +134,8 @@ class Attention:
         runtime = self._runtime
         if not isinstance(index, (BlockSparse, Composite)):
             raise ArgumentError("index", "must come from attnrt.formats", type(index).__name__)
+        if not index.checked:
+            index.check()
         if load and pad_to is None:
             found = runtime.step(index, self.scheduler, stream)
             if found is not None:

@@ -12,6 +12,7 @@ from attnrt.backends.base import AppendCall
 from attnrt.errors import ArgumentError, PlanError, UnsupportedError
 from attnrt.operands import split_kv
 from attnrt.rows import as_view_of, kernel_method, read_cache, read_rows, read_slots, rotation
+from attnrt.variants.bind import check_names
 
 if TYPE_CHECKING:
     from attnrt.runtime import Runtime
@@ -155,16 +156,11 @@ def _where(
 
 def _scales(runtime: Runtime, params: dict[str, Any]) -> tuple[Any, Any]:
     """k_scale and v_scale as NumPy arrays, from the arguments or the variant's defaults; None: 1."""
-    known = {p.name for p in runtime.spec.composed.params}
-    for name in params:
-        if name not in known:
-            raise ArgumentError(
-                f"argument {name}", "is not a parameter of the variant", None, f"Known: {sorted(known)}"
-            )
-    if not known.intersection(SCALES):
+    spec = runtime.spec
+    check_names(spec.composed.params, params)
+    if not any(p.name in SCALES for p in spec.composed.params):
         return None, None
     values = {name: param_of(runtime.device, name, value) for name, value in params.items()}
-    spec = runtime.spec
     table = spec.composed.bind(values, num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads)
     return table.host.get("k_scale"), table.host.get("v_scale")
 

@@ -147,6 +147,9 @@ class Limits:
             object.__setattr__(self, item.name, int(value))
         if self.kv_alignment is not None and self.kv_alignment & (self.kv_alignment - 1):
             raise ArgumentError("limits.kv_alignment", "must be a power of two", self.kv_alignment)
+        least_qo, most_qo = self.min_qo_len, self.max_qo_len
+        if least_qo is not None and most_qo is not None and least_qo > most_qo:
+            raise ArgumentError("limits.min_qo_len", f"must be at most max_qo_len, {most_qo}", least_qo)
 
     def narrow(self, traits: Traits) -> Traits:
         """The traits with no more workers than a plan may use; teams keep their share of the machine."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.base import PagedView
+from attnrt.checks import check_dtype
 from attnrt.device import Device
 from attnrt.dtypes import Dtype, as_dtype
 from attnrt.errors import ArgumentError, AttnrtError, DtypeError, PlanError
@@ -184,12 +185,13 @@ def at(view: TensorView, ptr: int, owner: Any) -> TensorView:
     )
 
 
-def as_view(x: Any, label: str, dtype: Dtype, device: Device) -> TensorView:
-    """Read one array; errors name ``label``."""
+def as_view(x: Any, label: str, dtype: Dtype | None, device: Device, said_by: str = "") -> TensorView:
+    """Read one array (dtype None: any); errors name ``label``, and the field of the spec that says its dtype."""
     try:
         view = x if type(x) is TensorView and x.dtype is dtype else TensorView(x, dtype)
     except (ArgumentError, DtypeError) as error:
-        raise type(error)(label, error.rule, error.got, error.hint) from error
+        hint = error.hint or (said_by and f"The spec's {said_by} says so")
+        raise type(error)(label, error.rule, error.got, hint) from error
     if view.device is not device and view.device != device:
         raise ArgumentError(label, f"must be on {device}", str(view.device), "Move it there, or give device=")
     return view
@@ -220,14 +222,14 @@ def split_kv(spec: AttentionSpec, kv: Any) -> tuple[Any, Any]:
 def read_form(rules: Rules, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Form:
     """Read and check all arrays of a run against the spec."""
     spec, device = rules.spec, rules.device
-    q_view = as_view(q, "q", rules.q_dtype, device)
+    q_view = as_view(q, "q", rules.q_dtype, device, "q_dtype")
     check_rows(q_view, "q", spec.num_qo_heads, spec.head_dim)
-    k_view, v_view = as_view(k, "k", rules.kv_dtype, device), None
+    k_view, v_view = as_view(k, "k", rules.kv_dtype, device, "kv_dtype"), None
     k_pool = read_pool(spec, k_view, "k", spec.head_dim)
     if v is None:
         v_pool = k_pool
     else:
-        v_view = as_view(v, "v", rules.kv_dtype, device)
+        v_view = as_view(v, "v", rules.kv_dtype, device, "kv_dtype")
         v_pool = read_pool(spec, v_view, "v", spec.head_dim_vo)
         if (v_pool.num_pages, v_pool.page_size) != (k_pool.num_pages, k_pool.page_size):
             raise ArgumentError(
@@ -237,11 +239,11 @@ def read_form(rules: Rules, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Form:
             )
     out_view = lse_view = None
     if out is not None:
-        out_view = as_view(out, "out", rules.out_dtype, device)
+        out_view = as_view(out, "out", rules.out_dtype, device, "out_dtype")
         check_rows(out_view, "out", spec.num_qo_heads, spec.head_dim_vo)
         check_result(out_view, "out")
     if lse is not None:
-        lse_view = as_view(lse, "lse", rules.lse_dtype, device)
+        lse_view = check_dtype(as_view(lse, "lse", None, device), "lse", rules.lse_dtype)
         if len(lse_view.shape) != 2 or lse_view.shape[1] != spec.num_qo_heads:
             raise ArgumentError("lse", f"must be [rows, {spec.num_qo_heads}]", list(lse_view.shape))
         check_result(lse_view, "lse")

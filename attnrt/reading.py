@@ -9,6 +9,7 @@ wrong with.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,8 +22,8 @@ try:
     from attnrt import _tensor_native as native
 except ImportError as error:
     raise ImportError(
-        "attnrt._tensor_native is not built. In a checkout run: python setup.py build_ext --inplace (an installed attnrt is "
-        "found from outside of it)"
+        f"attnrt's C++ parts are not built in {Path(__file__).parent}. Run `pip install -e .` in the checkout (or `python "
+        "setup.py build_ext --inplace`); after `pip install .` work outside of it: inside, Python finds the sources"
     ) from error
 if getattr(native, "REVISION", 0) != 5:  # the number in native/tensor.cpp: a stale build says so at once
     raise ImportError(

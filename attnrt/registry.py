@@ -72,7 +72,10 @@ class Registry(Generic[T]):
         if not isinstance(name, str) or not name:
             raise ArgumentError("name", "must be a non-empty string", repr(name))
         if self.functions and not name.isidentifier():
-            raise ArgumentError("name", "must be an identifier", repr(name), f"It names a {self.kind}")
+            article = "an" if self.kind[0] in "aeiou" else "a"
+            raise ArgumentError(
+                "name", "must be an identifier", repr(name), f"It names {article} {self.kind}"
+            )
 
     def check_entry(self, entry: object) -> None:
         """Raise unless this could be an entry."""

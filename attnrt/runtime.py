@@ -309,7 +309,9 @@ class Runtime:
         composed = spec.variant
         wider = composed.widened_by(params)
         if wider:
-            raise PlanError(wider[0], "must not let a query see more than the plan does", params[wider[0]])
+            planned = ", ".join(f"{name} {composed.param(name).default}" for name in wider)
+            rule = f"must not let a query see more than the plan does ({planned})"
+            raise PlanError(wider[0], rule, params[wider[0]], "Give the spec's variant the widest")
         values = {name: param_of(self.device, name, value) for name, value in params.items()}
         place = placer(self.kernel, capturing)
         table = composed.bind(

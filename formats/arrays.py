@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from attnrt import _tensor_native as native
 from attnrt import checks
 from attnrt.errors import ArgumentError, DtypeError
+from attnrt.reading import native
 from attnrt.tensor import TensorView
 
 __all__ = [

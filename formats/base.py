@@ -105,7 +105,11 @@ class BlockSparse:
         Offset in the request of the first key that the mask speaks of; keys before it are visible. Key at offset o reads bit
         ``mask_offset[q] + o - mask_begin[r]``.
     max_block : int
-        Largest block id (affine: largest slot), -1 if none; compared with the pool by run().
+        Largest block id (affine: largest slot), -1 if none; compared with the pool by run(). Where it is left out and the
+        ids are on the host, check() finds it.
+    checked : bool
+        Set by check() once it has passed, and by our own builders; what is not checked yet, plan() checks. Not copied by
+        ``dataclasses.replace``.
     """
 
     block_size: tuple[int, int]
@@ -129,6 +133,7 @@ class BlockSparse:
     mask_begin: np.ndarray | None = None
     max_block: int = -1
     features: Features = field(default_factory=Features)
+    checked: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
         return f"BlockSparse({_counts(self)}, {self.num_rows} block rows, block_size={self.block_size}, heads={self.heads})"
@@ -151,7 +156,7 @@ class BlockSparse:
         return (self,)
 
     def check(self, full: bool = False) -> None:
-        """Raise unless every invariant holds; ``full`` looks at every entry (keys listed twice, holes, masks, offsets)."""
+        """Raise unless every invariant holds; ``full`` also looks for keys that a query lists twice."""
         from attnrt.formats.check import check
 
         check(self, full=full)
@@ -179,13 +184,14 @@ class Composite:
     ``[kv_offset + kv_begin, kv_offset + kv_end)`` of its parts tile ``[0, its live keys)`` without gap or overlap.
     ``flat`` is the same index in one part where its builder has it, for a planner that finds the parts not worth their cost.
     ``in_line`` are parts with the same keys, slots, offsets and mask bits in fewer lists, where some keys have other positions
-    than here: for variants that ask of no key where it stands.
+    than here: for variants that ask of no key where it stands. ``checked`` is as of a BlockSparse.
     """
 
     parts: tuple[BlockSparse, ...]
     features: Features = field(default_factory=Features)
     flat: BlockSparse | None = None
     in_line: tuple[BlockSparse, ...] | None = None
+    checked: bool = field(default=False, init=False)
 
     def __repr__(self) -> str:
         return f"Composite({_counts(self)}, {len(self.parts)} parts)"
@@ -209,7 +215,7 @@ class Composite:
         return self.parts if positions or self.in_line is None else self.in_line
 
     def check(self, full: bool = False) -> None:
-        """Raise unless every invariant holds; ``full`` looks at every entry (keys listed twice, holes, masks, offsets)."""
+        """Raise unless every invariant holds; ``full`` also looks for keys that a query lists twice."""
         from attnrt.formats.check import check
 
         check(self, full=full)

@@ -13,6 +13,7 @@ from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.access import need_host_indices, ranges
 from attnrt.formats.arrays import frozen, host_ints, indptr_of
 from attnrt.formats.base import BlockSparse, Composite, Index, Requests
+from attnrt.formats.check import need_checked, trusted
 from attnrt.formats.composite import composite, features_of
 
 __all__ = ["concat", "take"]
@@ -29,6 +30,7 @@ def concat(*indexes: Index) -> Index:
     for index in indexes:
         if not isinstance(index, (BlockSparse, Composite)):
             raise ArgumentError("indexes", "must come from attnrt.formats", type(index).__name__)
+        need_checked(index)
     if len(indexes) == 1:
         return indexes[0]
     for index in indexes:
@@ -45,7 +47,9 @@ def _made(indexes: Sequence[Index], parts: Callable[[bool], list[BlockSparse]]) 
     """The index of such parts of the indexes, and in line of such of theirs in line where one of them has any."""
     found = composite(parts(True))
     in_line = any(isinstance(index, Composite) and index.in_line for index in indexes)
-    return replace(found, in_line=tuple(parts(False))) if in_line and isinstance(found, Composite) else found
+    if in_line and isinstance(found, Composite):
+        found = replace(found, in_line=tuple(parts(False)))
+    return trusted(found)
 
 
 def _side_by_side(indexes: Sequence[Index], positions: bool, requests: Requests) -> list[BlockSparse]:
@@ -165,6 +169,7 @@ def take(index: Index, requests: Any) -> Index:
     requests : int32 [n]
         Each at most once.
     """
+    need_checked(index)
     chosen = host_ints("requests", requests)
     total = len(index.requests)
     if len(chosen) and (chosen.min() < 0 or chosen.max() >= total or len(np.unique(chosen)) < len(chosen)):

@@ -1,22 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an index keeps what formats/base.py promises: cheap looks at shapes and lengths, and a full look at every entry.
+"""Whether an index keeps what formats/base.py promises: cheap looks at every array, and a full one at each query's keys.
 
-The builders check what users give them. This is for indexes made by hand and for builders under test; ``full`` costs time
-and memory in proportion to queries and keys.
+The builders check what users give them, and their indexes are taken as they are (``trusted``). This is for indexes made by hand,
+which plan() checks once, and for builders under test; ``full`` costs time and memory in proportion to queries and keys.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from attnrt.errors import ArgumentError, DtypeError
 from attnrt.formats.access import tokens
-from attnrt.formats.arrays import INT_MAX, is_device
+from attnrt.formats.arrays import INT_MAX, bound_array, is_device
 from attnrt.formats.base import HOLE, BlockSparse, Composite, Index
 
-__all__ = ["check"]
+__all__ = ["check", "need_checked", "trusted"]
+
+I = TypeVar("I", BlockSparse, Composite, Index)
+
+
+def trusted(index: I) -> I:
+    """The index itself, whose arrays a builder of ours made of what it had checked."""
+    object.__setattr__(index, "checked", True)
+    return index
+
+
+def need_checked(index: Index) -> None:
+    """Check an index, cheaply, unless that was done before or a builder of ours made it."""
+    if not index.checked:
+        check(index)
 
 
 def check(index: Index, full: bool = False) -> None:
@@ -26,34 +40,46 @@ def check(index: Index, full: bool = False) -> None:
     ----------
     index : Index
     full : bool
-        Also look at every entry: ids, slots listed twice for a query, offsets that overlap or leave a gap, mask bits. Lists on
-        a device are taken on trust.
+        Also look for slots that a query lists twice. Lists on a device are taken on trust.
     """
     if isinstance(index, Composite):
         _check_composite(index)
-    for i, part in enumerate(index.parts):
-        at = f"parts[{i}]." if isinstance(index, Composite) else ""
-        _check_shapes(part, at)
-        _check_lengths(part, at)
-        if full:
-            _check_entries(part, at)
+    else:
+        _check_part(index, "")
+        _check_spans((index,), "")
     if full:
         _check_keys(index)
+    trusted(index)
+
+
+def _check_part(part: BlockSparse, at: str) -> None:
+    """All that concerns one part; a max_block that was left out is filled in."""
+    _check_shapes(part, at)
+    _check_lengths(part, at)
+    _check_queries(part, at)
+    _check_ids(part, at)
+    _check_mask(part, at)
 
 
 def _check_composite(index: Composite) -> None:
+    """The parts, and what may be planned in their place."""
     if not index.parts:
         raise ArgumentError("parts", "must not be empty")
     first = index.parts[0]
-    for i, part in enumerate(index.parts):
-        if not isinstance(part, BlockSparse):
-            raise ArgumentError(
-                f"parts[{i}]", "must be BlockSparse; a Composite is not nested", type(part).__name__
-            )
-        if part.num_qo != first.num_qo:
-            raise ArgumentError(f"parts[{i}].num_qo", f"must be {first.num_qo}, as in part 0", part.num_qo)
-        if part.requests is not first.requests:
-            raise ArgumentError(f"parts[{i}].requests", "must be the same object in all parts")
+    flat = () if index.flat is None else (index.flat,)
+    forms = {"parts": index.parts, "in_line": index.in_line or (), "flat": flat}
+    for name, parts in forms.items():
+        for i, part in enumerate(parts):
+            at = name if name == "flat" else f"{name}[{i}]"
+            if not isinstance(part, BlockSparse):
+                raise ArgumentError(at, "must be BlockSparse; a Composite is not nested", type(part).__name__)
+            if part.num_qo != first.num_qo:
+                raise ArgumentError(f"{at}.num_qo", f"must be {first.num_qo}, as in part 0", part.num_qo)
+            if part.requests is not first.requests:
+                raise ArgumentError(f"{at}.requests", "must be the same object in all parts")
+            _check_part(part, f"{at}.")
+        if parts:
+            _check_spans(parts, f"{name}: ")
     if index.features.num_parts != len(index.parts):
         raise ArgumentError("features.num_parts", f"must be {len(index.parts)}", index.features.num_parts)
 
@@ -69,6 +95,8 @@ def _check_shapes(part: BlockSparse, at: str) -> None:
     cells = rows * part.heads
     _array(f"{at}requests.qo_lens", requests.qo_lens, np.int32, None)
     _array(f"{at}requests.kv_lens", requests.kv_lens, np.int32, len(requests))
+    if requests.bound_kv_lens is not None:
+        bound_array(f"{at}requests.bound_kv_lens", requests.bound_kv_lens, exactly=len(requests))
     for name, length in (
         ("qo_indptr", None),
         ("request", queries),
@@ -109,8 +137,10 @@ def _array(name: str, array: Any, dtype: Any, length: int | None) -> None:
         raise ArgumentError(name, "must be a NumPy array", type(array).__name__)
     if array.dtype != dtype:
         raise DtypeError(name, f"must be {np.dtype(dtype).name}", array.dtype.name)
-    if array.ndim != 1 or not array.flags.c_contiguous:
-        raise ArgumentError(name, "must have 1 axis and be contiguous", f"shape {list(array.shape)}")
+    if array.ndim != 1:
+        raise ArgumentError(name, "must have 1 axis", f"shape {list(array.shape)}")
+    if not array.flags.c_contiguous:
+        raise ArgumentError(name, "must be contiguous", f"strides {list(array.strides)}")
     if length is not None and len(array) != length:
         raise ArgumentError(name, f"must have {length} entries", len(array))
 
@@ -141,9 +171,13 @@ def _check_lengths(part: BlockSparse, at: str) -> None:
         if part.indices is None
         else np.diff(part.indptr).astype(np.int64) * C
     )
-    if ((begin < 0) | (begin > end) | (end > listed)).any():
+    bad = (begin < 0) | (begin > end) | (end > listed)
+    if bad.any():
+        i = int(np.argmax(bad))
         raise ArgumentError(
-            f"{at}kv_begin and kv_end", "must satisfy 0 <= kv_begin <= kv_end <= listed blocks * C"
+            f"{at}kv_begin and kv_end",
+            "must satisfy 0 <= kv_begin <= kv_end <= listed blocks * C",
+            f"{begin[i]}, {end[i]} and {listed[i]} in list {i}",
         )
     if len(part.request) and (part.request.min() < 0 or part.request.max() >= len(part.requests)):
         raise ArgumentError(
@@ -162,29 +196,91 @@ def _check_lengths(part: BlockSparse, at: str) -> None:
         "bound_kv_lens": part.requests.bound_kv_lens is not None,
     }
     for name, value in found.items():
-        # An index with one KV head may still say that its lists are per head.
-        if getattr(part.features, name) != value and not (name == "per_head" and part.heads == 1):
+        # An index with one KV head may still say that its lists are per head, and an array on the host that it is bound.
+        more = name.startswith("bound_") or (name == "per_head" and part.heads == 1)
+        if getattr(part.features, name) != value and not (more and not value):
             raise ArgumentError(f"{at}features.{name}", f"must be {value}", getattr(part.features, name))
 
 
-def _check_entries(part: BlockSparse, at: str) -> None:
-    """Rows of q, block ids, mask bits."""
-    if part.qo_index is not None:
-        rows = part.qo_index
-        if len(rows) and (rows.min() < 0 or rows.max() >= part.num_qo):
-            raise ArgumentError(f"{at}qo_index", f"must be below {part.num_qo}", int(rows.max()))
-        if len(np.unique(rows)) != len(rows):
-            raise ArgumentError(f"{at}qo_index", "must list a row of q at most once")
-    if isinstance(part.indices, np.ndarray):
+def _check_queries(part: BlockSparse, at: str) -> None:
+    """Rows of q."""
+    rows = part.qo_index
+    if rows is None or not len(rows):
+        return
+    if rows.min() < 0 or rows.max() >= part.num_qo:
+        raise ArgumentError(f"{at}qo_index", f"must be below {part.num_qo}", int(rows.max()))
+    if np.bincount(rows).max() > 1:
+        raise ArgumentError(f"{at}qo_index", "must list a row of q at most once")
+
+
+def _check_ids(part: BlockSparse, at: str) -> None:
+    """Block ids, or the slots of an affine index, and the largest of them."""
+    if part.kv_base is not None:
+        live = part.kv_end > part.kv_begin
+        base = np.repeat(part.kv_base, part.heads)[live]
+        low = int((base + part.kv_begin[live]).min(initial=0))
+        if low < 0:
+            raise ArgumentError(f"{at}kv_base", "must name slots of at least 0", low)
+        top = int((base + part.kv_end[live]).max(initial=0)) - 1
+    elif not part.features.bound_indices:
         ids = part.indices[: part.indptr[-1]]
         if ids.min(initial=0) < HOLE:
             raise ArgumentError(
                 f"{at}indices", "must hold block ids of at least 0, or -1 for a hole", int(ids.min())
             )
-        if ids.max(initial=-1) > part.max_block:
-            raise ArgumentError(f"{at}max_block", f"must be at least {ids.max()}", part.max_block)
+        top = int(ids.max(initial=-1))
+    else:
+        bound_array(f"{at}indices", part.indices, at_least=int(part.indptr[-1]))
+        return  # kernels guard every id
+    if part.max_block == -1:
+        object.__setattr__(part, "max_block", top)
+    if top > part.max_block:
+        raise ArgumentError(f"{at}max_block", f"must be at least {top}, or left out", part.max_block)
+
+
+def _check_spans(parts: tuple[BlockSparse, ...], at: str) -> None:
+    """Offsets of each query's keys follow on from each other over all parts, from 0 and no further than its request's length."""
+    num_qo, heads = parts[0].num_qo, max(part.heads for part in parts)
+    begins, ends = np.zeros((2, len(parts), num_qo, heads), np.int64)
+    request = np.full(num_qo, -1)
+    for i, part in enumerate(parts):
+        if part.heads not in (1, heads):
+            raise ArgumentError(f"{at}heads", f"must be 1 or {heads} in all parts", part.heads)
+        row = np.repeat(np.arange(part.num_rows), np.diff(part.qo_indptr))
+        rows_of_q = np.arange(len(row)) if part.qo_index is None else part.qo_index
+        live = (part.kv_end > part.kv_begin).reshape(-1, part.heads)
+        for target, source in ((begins, part.kv_begin), (ends, part.kv_end)):
+            offsets = part.kv_offset[:, None].astype(np.int64) + source.reshape(-1, part.heads)
+            target[i, rows_of_q] = np.where(live, offsets, 0)[row]
+        if ((request[rows_of_q] >= 0) & (request[rows_of_q] != part.request)).any():
+            raise ArgumentError(f"{at}request", "must be the same for a query in all parts")
+        request[rows_of_q] = part.request
+    # Spans that lie side by side from 0: sorted, each begins where the one before ends (one without keys: at 0).
+    begins.sort(axis=0)
+    ends.sort(axis=0)
+    before = np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
+    apart = np.argwhere(begins != before)
+    if len(apart):
+        i, q, head = apart[0]
+        what = "overlap" if begins[i, q, head] < before[i, q, head] else "leave a gap"
+        spans = list(zip(begins[:, q, head].tolist(), ends[:, q, head].tolist(), strict=True))
+        raise ArgumentError(f"{at}kv_offset", f"must not let keys {what}", f"offsets {spans} in row {q} of q")
+    last = ends[-1].max(axis=1)
+    lens = (
+        np.where(request < 0, 0, parts[0].requests.kv_lens[request]) if len(parts[0].requests) else 0 * last
+    )
+    if (last > lens).any():
+        q = int(np.argmax(last > lens))
+        rule = f"must be at least the {last[q]} keys that row {q} of q lists"
+        raise ArgumentError(f"{at}requests.kv_lens", rule, int(lens[q]))
+
+
+def _check_mask(part: BlockSparse, at: str) -> None:
+    """Bits enough for each query."""
     if part.mask is None or part.mask_offset is None or part.mask_begin is None:
         return
+    if part.features.bound_mask:
+        bound_array(f"{at}mask", part.mask, dtype="uint8")
     row_of = np.repeat(np.arange(part.num_rows), np.diff(part.qo_indptr))
     ends = part.kv_end.reshape(-1, part.heads).max(axis=1, initial=0) + part.kv_offset
     bits = np.maximum(ends.astype(np.int64) - part.mask_begin, 0)[row_of]
@@ -203,7 +299,7 @@ def _length(array: Any) -> int:
 
 
 def _check_keys(index: Index) -> None:
-    """Offsets of each query's parts follow on from each other from 0, and no slot is listed twice.
+    """No slot is listed twice.
 
     Queries that share their block rows in all parts share the answer, so it is worked out once for each combination.
     """
@@ -217,22 +313,12 @@ def _check_keys(index: Index) -> None:
 
 
 def _check_one(index: Index, rows: list[int], head: int) -> None:
-    spans, slots = [], []
+    slots = []
     for part, row in zip(index.parts, rows, strict=True):
-        if row < 0:
-            continue
-        cell = row * part.heads + (head if part.heads > 1 else 0)
-        begin, end = (int(part.kv_offset[row]) + int(x[cell]) for x in (part.kv_begin, part.kv_end))
-        if begin == end:
-            continue
-        spans.append((begin, end))
-        if part.indices is None or isinstance(part.indices, np.ndarray):
+        if row >= 0 and (part.indices is None or isinstance(part.indices, np.ndarray)):
+            cell = row * part.heads + (head if part.heads > 1 else 0)
+            begin, end = (int(part.kv_offset[row]) + int(x[cell]) for x in (part.kv_begin, part.kv_end))
             slots.append(tokens(part, row, head, begin, end)[0])
-    spans.sort()
-    for (_, end), (begin, _) in zip([(0, 0), *spans], spans, strict=False):
-        if begin != end:
-            what = "overlap" if begin < end else "leave a gap"
-            raise ArgumentError("kv_offset", f"must not let parts {what}", f"{spans} in block rows {rows}")
     listed = np.concatenate([np.zeros(0, np.int64), *slots])
     listed = np.sort(listed[listed >= 0])
     if (listed[1:] == listed[:-1]).any():

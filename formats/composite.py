@@ -11,6 +11,7 @@ import numpy as np
 from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.arrays import frozen, host_ints, positions_of
 from attnrt.formats.base import BlockSparse, Composite, Features, Index, Requests
+from attnrt.formats.check import need_checked, trusted
 
 __all__ = ["cascade", "composite", "features_of", "shared_prefix"]
 
@@ -105,7 +106,7 @@ def cascade(*levels: BlockSparse, qo_pos: Any = None, kv_pos: Any = None) -> Ind
         start[filled] = first[own.request[level.qo_indptr[:-1][filled]]]
         shared = {"requests": requests, "request": own.request, "qo_pos": pos}
         parts.append(_continued(level, shared, offset=offset, shift=start + offset))
-    return composite(parts)
+    return trusted(composite(parts))
 
 
 def shared_prefix(prefix: BlockSparse, own: BlockSparse, *, qo_pos: Any = None, kv_pos: Any = None) -> Index:
@@ -116,6 +117,7 @@ def shared_prefix(prefix: BlockSparse, own: BlockSparse, *, qo_pos: Any = None, 
 def _check_level(level: Any, name: str, first: BlockSparse) -> None:
     if not isinstance(level, BlockSparse):
         raise ArgumentError(name, "must be a flat index (BlockSparse)", type(level).__name__)
+    need_checked(level)
     if level.heads != 1 or level.qo_index is not None or level.requests.bound_kv_lens is not None:
         raise UnsupportedError(name, "must have one list for all heads, rows of q in order and host kv_lens")
     if level.num_qo != first.num_qo:

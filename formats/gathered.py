@@ -11,6 +11,7 @@ from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.access import need_host_indices, tokens
 from attnrt.formats.arrays import frozen, zeros
 from attnrt.formats.base import BlockSparse
+from attnrt.formats.check import need_checked, trusted
 
 __all__ = ["Gathered", "gathered"]
 
@@ -53,6 +54,7 @@ def gathered(index: BlockSparse) -> Gathered:
         raise UnsupportedError("index", "must have one list for all heads", f"{index.heads} lists")
     if index.kv_pos is None:
         raise UnsupportedError("index", "must have positions that run on", "positions of each block")
+    need_checked(index)
     need_host_indices(index, "gathered()")
     lens = (index.kv_end - index.kv_begin).astype(np.int64)
     first = np.cumsum(lens) - lens
@@ -71,4 +73,4 @@ def gathered(index: BlockSparse) -> Gathered:
         max_block=len(slots) - 1,
         features=replace(index.features, affine=True),
     )
-    return Gathered(index=side_by_side, slots=frozen(slots), positions=frozen(positions))
+    return Gathered(index=trusted(side_by_side), slots=frozen(slots), positions=frozen(positions))

@@ -24,6 +24,7 @@ from attnrt.formats.arrays import (
     zeros,
 )
 from attnrt.formats.base import BlockSparse, Features, Requests
+from attnrt.formats.check import trusted
 from attnrt.formats.requests import Queries, first_key_positions, key_positions, read_kv_lens, read_queries
 
 __all__ = ["block_table", "kv_lens_of", "last_page_lens", "paged", "tokens_index"]
@@ -180,7 +181,7 @@ def tokens_index(
 ) -> BlockSparse:
     """One list of single slots (C = 1), each with its own position, per request; ``lens`` keys each."""
     count = len(lens)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(max(queries.longest, 1), 1),
         num_qo=queries.count,
         requests=requests,
@@ -197,6 +198,7 @@ def tokens_index(
         max_block=int(slots.max(initial=-1)),
         features=_TOKENS,
     )
+    return trusted(found)
 
 
 def _from_native(size: int, n: int, raw: bytes, num_qo: int, longest: int, top: int) -> BlockSparse:
@@ -205,7 +207,7 @@ def _from_native(size: int, n: int, raw: bytes, num_qo: int, longest: int, top: 
     at = 3 * n + 2  # past both indptrs and kv_lens
     kv_lens, request = ints[at - n : at], at + n
     none = zeros(n)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(longest or 1, size),
         num_qo=num_qo,
         requests=Requests(qo_lens=ints[at:request], kv_lens=kv_lens),
@@ -221,6 +223,7 @@ def _from_native(size: int, n: int, raw: bytes, num_qo: int, longest: int, top: 
         max_block=top,
         features=_FEATURES[0][0],
     )
+    return trusted(found)
 
 
 def _paged_index(
@@ -247,7 +250,7 @@ def _paged_index(
                     "one per key",
                 )
             return tokens_index(requests, queries, lens, page_slots(indptr, indices, lens, size), per_key)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(queries.longest or 1, size),
         num_qo=queries.count,
         requests=requests,
@@ -263,6 +266,7 @@ def _paged_index(
         max_block=top,
         features=_FEATURES[on_device][bound],
     )
+    return trusted(found)
 
 
 def page_slots(indptr: np.ndarray, indices: np.ndarray, lens: np.ndarray, size: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 from attnrt.errors import ArgumentError
 from attnrt.formats.arrays import frozen, host_ints, is_device, lens_of, zeros
 from attnrt.formats.base import BlockSparse, Features
+from attnrt.formats.check import trusted
 from attnrt.formats.requests import first_key_positions, key_positions, read_kv_lens, read_queries
 
 __all__ = ["ragged"]
@@ -85,7 +86,7 @@ def ragged(
         within = np.arange(len(per_key)) - np.repeat(np.cumsum(lens) - lens, lens)
         slots = np.repeat(starts[:-1], lens) + within
         return tokens_index(requests, queries, lens, slots.astype(np.int32), per_key)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(max(queries.longest, 1), 1),
         num_qo=queries.count,
         requests=requests,
@@ -102,3 +103,4 @@ def ragged(
         max_block=int((starts[:-1].astype(np.int64) + lens)[lens > 0].max(initial=0)) - 1,
         features=features,
     )
+    return trusted(found)

@@ -19,6 +19,7 @@ from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.access import need_host_indices, ranges
 from attnrt.formats.arrays import frozen, indptr_of
 from attnrt.formats.base import BlockSparse, Composite, Index
+from attnrt.formats.check import need_checked, trusted
 from attnrt.formats.composite import composite
 
 __all__ = ["share"]
@@ -54,6 +55,7 @@ def share(index: BlockSparse, min_tokens: int = 64, *, max_parts: int | None = N
     """
     if not isinstance(index, BlockSparse):
         raise ArgumentError("index", "must be flat (share first, then tree)", type(index).__name__)
+    need_checked(index)
     if index.heads != 1 or index.indices is None:
         raise UnsupportedError(
             "index",
@@ -76,7 +78,7 @@ def share(index: BlockSparse, min_tokens: int = 64, *, max_parts: int | None = N
     own = replace(index, kv_begin=frozen(np.maximum(index.kv_begin, begin * C).astype(np.int32)))
     found = composite([*(_level_part(index, segments) for segments in levels), own])
     assert isinstance(found, Composite)
-    return replace(found, flat=index)
+    return trusted(replace(found, flat=index))
 
 
 def _neighbours(index: BlockSparse) -> tuple[np.ndarray, list[int]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from attnrt.formats.arrays import (
     zeros,
 )
 from attnrt.formats.base import BlockSparse, Features
+from attnrt.formats.check import trusted
 from attnrt.formats.requests import read_kv_lens, read_queries
 
 __all__ = ["bsr", "pages_per_head", "token_sparse"]
@@ -92,7 +94,7 @@ def bsr(
     if cols % C:
         # The last block column is cut off: blocks of a size that divides num_cols, so that no list names keys past it.
         C, starts, columns = _split_blocks(C, cols, counts, columns)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(R, C),
         num_qo=queries,
         requests=requests,
@@ -112,6 +114,7 @@ def bsr(
         max_block=int(columns.max(initial=-1)),
         features=Features(block_pos=True, masked=mask is not None),
     )
+    return trusted(found)
 
 
 def token_sparse(
@@ -135,7 +138,8 @@ def token_sparse(
     positions : int32 [kv_indptr[-1]], optional
         Position of each token in the whole sequence, in any order; None: 0, 1, 2, ... in each list.
     kv_lens : int32 [requests], optional
-        Length of the whole sequence, for the default positions of the queries; None: one past the largest position listed.
+        Length of the whole sequence, for the default positions of the queries; at least the tokens listed. None: one past the
+        largest position listed (where tokens share positions, as many as are listed, with queries at the same positions).
     qo_pos : int32 [num_qo], optional
     kv_pos : int32 [requests], optional
         In place of positions: the first token's; the others follow by one.
@@ -165,8 +169,14 @@ def token_sparse(
     else:
         lens, longest, _ = read_kv_lens(kv_lens, None, n)
     requests, queries = read_queries(qo_indptr, lens, None, qo_pos, longest)
+    if (counts > lens).any():  # a request is as long as its list, or the last keys would not be read
+        if kv_lens is not None:
+            r = int(np.argmax(counts > lens))
+            rule = f"must be at least the {counts[r]} tokens listed"
+            raise ArgumentError("kv_lens", rule, f"{lens[r]} in request {r}")
+        requests = replace(requests, kv_lens=frozen(np.maximum(counts, lens)))
     ids, top = block_ids("slots", slots, total, "kv_indptr[-1]")
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(queries.longest or 1, 1),
         num_qo=queries.count,
         requests=requests,
@@ -183,6 +193,7 @@ def token_sparse(
         max_block=top,
         features=Features(block_pos=where is not None, bound_indices=is_device(slots)),
     )
+    return trusted(found)
 
 
 def pages_per_head(
@@ -251,7 +262,7 @@ def pages_per_head(
         keep = slot < listed[:, :, None]
         indptr, ids, where = indptr_of(listed.reshape(-1)), frozen(grid[keep]), where[keep]
         top = largest("pages", ids, holes=True)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(queries.longest or 1, size),
         heads=heads,
         num_qo=queries.count,
@@ -269,6 +280,7 @@ def pages_per_head(
         max_block=top,
         features=Features(per_head=True, block_pos=True, bound_indices=on_device),
     )
+    return trusted(found)
 
 
 def _block_size(value: Any) -> tuple[int, int]:

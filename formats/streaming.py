@@ -18,6 +18,7 @@ from attnrt.errors import ArgumentError, UnsupportedError
 from attnrt.formats.access import need_host_indices, tokens
 from attnrt.formats.arrays import INT_MAX, frozen, indptr_of, zeros
 from attnrt.formats.base import BlockSparse, Features
+from attnrt.formats.check import need_checked, trusted
 
 __all__ = ["streaming"]
 
@@ -76,7 +77,7 @@ def streaming(
     mask = _edges(end, row, low, lens, (sinks, recent)) if tile > 1 else {}
     total = lens.sum(axis=1)
     count = len(request)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(min(tile, int(index.requests.qo_lens.max(initial=1))), 1),
         num_qo=index.num_qo,
         requests=index.requests,
@@ -94,6 +95,7 @@ def streaming(
         features=Features(block_pos=True, masked=tile > 1),
         **mask,
     )
+    return trusted(found)
 
 
 def _check(index: Any) -> None:
@@ -107,6 +109,7 @@ def _check(index: Any) -> None:
         raise UnsupportedError(
             "index", "must be flat, without mask, with one block row per request for all heads"
         )
+    need_checked(index)
     if index.requests.bound_kv_lens is not None:
         raise UnsupportedError("kv_lens", "must be host lengths for streaming()", "bound lengths")
     need_host_indices(index, "streaming()")

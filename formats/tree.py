@@ -28,6 +28,7 @@ from attnrt.formats.arrays import (
     zeros,
 )
 from attnrt.formats.base import BlockSparse, Composite, Index
+from attnrt.formats.check import need_checked, trusted
 from attnrt.formats.composite import composite
 
 __all__ = ["mask_offsets", "tree"]
@@ -73,6 +74,7 @@ def tree(
     """
     if not isinstance(index, (BlockSparse, Composite)):
         raise ArgumentError("index", "must come from attnrt.formats", type(index).__name__)
+    need_checked(index)
     own = index.parts[-1]
     if own.heads != 1 or own.num_rows != len(own.requests) or own.qo_index is not None:
         raise UnsupportedError("index", "must have one block row per request in its last part, for all heads")
@@ -85,10 +87,10 @@ def tree(
             raise ArgumentError(
                 "kv_pos", "must be given to the index's own builder when there are no parents"
             )
-        return _masked(index, mask, mask_begin, qo_pos)
+        return trusted(_masked(index, mask, mask_begin, qo_pos))
     if mask_begin is not None:
         raise ArgumentError("mask_begin", "must be left out with parents: the mask speaks of the drafts")
-    return _drafts(index, parents, mask, qo_pos=qo_pos, kv_pos=kv_pos)
+    return trusted(_drafts(index, parents, mask, qo_pos=qo_pos, kv_pos=kv_pos))
 
 
 def mask_offsets(qo_lens: Any, widths: Any) -> np.ndarray:

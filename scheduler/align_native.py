@@ -165,6 +165,7 @@ def _narrowed(source: BlockSparse, row: list[int], buffer: np.ndarray) -> Any:
     part.mask_offset = None if mask_offset < 0 else _ndarray((queries,), _INT64, buffer, 4 * mask_offset)
     features = source.features
     part.features = features if features.qo_index else _features.get(features) or _remember(features)
+    part.checked = False
     part.__class__ = BlockSparse
     return part
 
@@ -207,6 +208,7 @@ def _bridge(parts: tuple[BlockSparse, ...], row: list[int], buffer: np.ndarray) 
     part.max_block = max_block
     key = (heads > 1, mask_offset >= 0, kv_pos < 0, bound_mask >= 0, first.requests.bound_kv_lens is not None)
     part.features = _features.get(key) or _remember_bridge(*key)
+    part.checked = False
     part.__class__ = BlockSparse
     return part
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from attnrt.errors import ArgumentError, DtypeError, PlanError
+from attnrt.errors import ArgumentError, PlanError
 from attnrt.registry import Registry
 from attnrt.scheduler.level import level
 
@@ -128,12 +128,10 @@ def find(scheduler: Any) -> Any:
     Raises
     ------
     ArgumentError
-        Unknown name, or an object without ``assign``.
-    DtypeError
-        A class in place of an object.
+        Unknown name, an object without ``assign``, or a class in place of an object.
     """
     if isinstance(scheduler, type):
-        raise DtypeError(
+        raise ArgumentError(
             "scheduler", "must be an object, not a class", scheduler.__name__, "Give an instance"
         )
     found = SCHEDULERS.get(scheduler, "scheduler") if isinstance(scheduler, str) else scheduler

@@ -18,6 +18,7 @@ import numpy as np
 
 from attnrt.errors import ArgumentError, AttnrtError
 from attnrt.formats.base import BlockSparse, Features, Requests
+from attnrt.formats.check import trusted
 from attnrt.scheduler.assign import BUILTIN
 from attnrt.scheduler.base import Traits
 from attnrt.scheduler.plan import make_plan
@@ -128,7 +129,7 @@ def _index(qo_lens: np.ndarray, kv_lens: np.ndarray) -> BlockSparse:
     request = np.repeat(np.arange(count, dtype=np.int32), qo_lens)
     within = np.arange(len(request)) - qo_indptr[request]
     zeros = np.zeros(count, np.int32)
-    return BlockSparse(
+    found = BlockSparse(
         block_size=(int(max(1, qo_lens.max(initial=1))), 1),
         num_qo=len(request),
         requests=Requests(qo_lens=qo_lens.astype(np.int32), kv_lens=kv_lens.astype(np.int32)),
@@ -145,6 +146,7 @@ def _index(qo_lens: np.ndarray, kv_lens: np.ndarray) -> BlockSparse:
         max_block=int(kv_lens.sum()) - 1,
         features=Features(affine=True),
     )
+    return trusted(found)
 
 
 def compare(spec: Any, batches: list[Any], traits: Traits, schedulers: list[str]) -> list[dict[str, Any]]:

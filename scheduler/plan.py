@@ -80,6 +80,8 @@ def make_plan(
         )
     if not isinstance(index, (BlockSparse, Composite)):
         raise ArgumentError("index", "must come from attnrt.formats", type(index).__name__)
+    if not index.checked:
+        index.check()
     for part in index.parts:
         if part.heads not in (1, spec.num_kv_heads):
             raise ArgumentError("index", f"must have lists for 1 or {spec.num_kv_heads} KV heads", part.heads)

@@ -21,7 +21,16 @@ import numpy as np
 from attnrt.errors import ArgumentError, DtypeError
 from attnrt.variants.variant import Param
 
-__all__ = ["PARAM_REF", "BoundParams", "Place", "bind_params", "check_default", "host_value", "read_value"]
+__all__ = [
+    "PARAM_REF",
+    "BoundParams",
+    "Place",
+    "bind_params",
+    "check_default",
+    "check_names",
+    "host_value",
+    "read_value",
+]
 
 #: Layout of ParamRef, 64 bytes. ptr: address or 0; imm: the number's bits if ptr is 0; strides: elements,
 #: 64-bit.
@@ -63,8 +72,7 @@ def _number(param: Param, value: Any) -> np.ndarray:
             param.name, f"must fit in {param.dtype}", f"a number of {value.bit_length()} bits"
         )
     if param.dtype == "float32":
-        with np.errstate(over="ignore"):
-            return np.asarray(np.float32(value))
+        return _rounded(param, np.asarray(float(value)))
     if not math.isfinite(value) or value != int(value):
         raise ArgumentError(param.name, "must be a whole number", value)
     half = 2 ** (31 if param.dtype == "int32" else 63)
@@ -73,19 +81,31 @@ def _number(param: Param, value: Any) -> np.ndarray:
     return np.asarray(int(value), dtype=param.dtype)
 
 
-def _exact_cast(param: Param, value: np.ndarray) -> np.ndarray:
-    """To the parameter's dtype, only if no value changes."""
+def _rounded(param: Param, value: np.ndarray) -> np.ndarray:
+    """Floats as float32, to the nearest; a finite one that float32 does not reach is refused."""
+    with np.errstate(all="ignore"):
+        new = value.astype(np.float32)
+    over = np.isinf(new) & np.isfinite(value)
+    if over.any():
+        raise ArgumentError(param.name, "must fit in float32", value[over].flat[0])
+    return new
+
+
+def _cast(param: Param, value: np.ndarray) -> np.ndarray:
+    """To the parameter's dtype: floats are rounded to float32, all else converts only if no value changes."""
     if value.dtype == np.dtype(param.dtype):
         return value
     if value.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2") and param.dtype == "float32":
         return value.astype(np.float32)  # of ml_dtypes, which NumPy calls kind V; float32 holds them all
     if value.dtype.kind not in "iuf":
         raise DtypeError(param.name, f"must be {param.dtype}", value.dtype)
+    if value.dtype.kind == "f" and param.dtype == "float32":
+        return _rounded(param, value)
     with np.errstate(all="ignore"):
         nan = np.isnan(value)
         new = value.astype(param.dtype)
         same = (new.astype(value.dtype) == value) | nan
-    if not same.all() or (param.dtype != "float32" and value.dtype.kind == "f" and nan.any()):
+    if not same.all() or nan.any():
         raise DtypeError(param.name, f"must be {param.dtype}: converting would change values", value.dtype)
     return new
 
@@ -108,7 +128,7 @@ def host_value(param: Param, value: Any) -> np.ndarray:
     if isinstance(value, (list, tuple)):
         value = np.asarray(value)
     if isinstance(value, np.ndarray) and value.ndim:
-        array = _exact_cast(param, value)
+        array = _cast(param, value)
     else:
         array = _number(param, value.item() if isinstance(value, (np.ndarray, np.generic)) else value)
     if param.rank == 0 and array.ndim > 1:
@@ -143,6 +163,15 @@ def check_default(param: Param) -> Param:
     return dataclasses.replace(param, default=value.item())
 
 
+def check_names(params: tuple[Param, ...], values: Mapping[str, Any]) -> None:
+    """Raise on a value that no parameter takes."""
+    known = {p.name for p in params}
+    for name in values:
+        if name not in known:
+            hint = f"parameters of this variant: {', '.join(sorted(known)) or 'none'}"
+            raise ArgumentError(f"argument {name}", "is not a parameter of the variant", hint=hint)
+
+
 def bind_params(
     params: tuple[Param, ...],
     values: Mapping[str, Any],
@@ -170,13 +199,9 @@ def bind_params(
     ArgumentError
         Unknown or missing names, shapes, ranges, not finite.
     DtypeError
-        A dtype that would change values.
+        A dtype that would change values by more than rounding to float32.
     """
-    known = {p.name for p in params}
-    for name in values:
-        if name not in known:
-            hint = f"parameters of this variant: {', '.join(sorted(known)) or 'none'}"
-            raise ArgumentError(f"argument {name}", "is not a parameter of the variant", hint=hint)
+    check_names(params, values)
     records: list[tuple] = []
     host: dict[str, np.ndarray | None] = {}
     keep: list[Any] = []

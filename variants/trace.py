@@ -72,6 +72,8 @@ def trace_params(fn: HookFunction, first: tuple[str, ...]) -> tuple[dict[str, No
         raise ArgumentError(label, "must name its parameters: no *args, no **kwargs")
     if len(positional) < len(first):
         raise ArgumentError(label, f"must take ({', '.join(first)}, ...)")
+    if any(a.name == "ctx" and i != first.index("ctx") for i, a in enumerate(arguments)):
+        raise ArgumentError(label, f"must take ({', '.join(first)}, ...) in this order")
     nodes: dict[str, Node] = {}
     params: dict[str, Param] = {}
     for argument in arguments[len(first) :]:

@@ -75,6 +75,17 @@ class Untraceable:
     def __int__(self) -> NoReturn:
         raise untraceable("int() of a traced value", "use at.variants.to_int")
 
+    def __round__(self, *_: object) -> NoReturn:
+        raise untraceable("round() of a traced value", "use at.variants.floor(x + 0.5)")
+
+    def __trunc__(self) -> NoReturn:
+        raise untraceable("math.trunc() of a traced value", "use at.variants.to_int")
+
+    def __divmod__(self, _: object) -> NoReturn:
+        raise untraceable("divmod() of a traced value", "use // and %")
+
+    __rdivmod__ = __divmod__
+
     def __index__(self) -> NoReturn:
         raise untraceable(
             "an array or range indexed by a traced value",

@@ -179,14 +179,15 @@ def _compile(target: Path, source: str, family: str, label: str) -> None:
     finally:
         file.unlink(missing_ok=True)
     if done.returncode:
-        raise _failed(label, compiler, done.stderr)
+        raise _failed(label, compiler, done.returncode, done.stderr)
     _load(target, label)
 
 
-def _failed(label: str, compiler: str, log: str) -> CompileError:
-    first = next((line for line in log.splitlines() if "error" in line), log[:200])
+def _failed(label: str, compiler: str, status: int, log: str) -> CompileError:
+    first = next((line for line in log.splitlines() if "error" in line), log[:200]).strip()
     place = re.search(r":(\d+):\d+:.*error", first)
     line = int(place.group(1)) if place else None
-    return CompileError(
-        label, f"must compile with {compiler}", first.strip(), "The log has the rest", log=log, line=line
+    got, hint = (
+        (first, "error.log has all that the compiler said") if first else (f"exit status {status}", "")
     )
+    return CompileError(label, f"must compile with {compiler}", got, hint, log=log, line=line)

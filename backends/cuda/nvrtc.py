@@ -60,7 +60,8 @@ def why_not_nvrtc() -> str | None:
 
         _version()
     except Exception as error:  # loaders raise many kinds
-        return f"NVRTC cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); pip install attnrt[cuda]"
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"NVRTC cannot be loaded ({why}); pip install '.[cuda]' in the checkout of attnrt"
     return None
 
 

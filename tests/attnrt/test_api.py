@@ -359,7 +359,7 @@ def test_a_bad_scheduler_is_refused_at_once(backend):
         def assign(self, costs, num_workers):
             return np.arange(len(costs)), np.zeros(num_workers + 1, np.int32)
 
-    with pytest.raises(at.DtypeError, match="scheduler must be an object, not a class; got Mine"):
+    with pytest.raises(at.ArgumentError, match="scheduler must be an object, not a class; got Mine"):
         at.Attention(spec_of(), backend=backend, scheduler=Mine)
     for bad, match in (
         ("fastest", "scheduler must be a known name"),

@@ -110,6 +110,8 @@ def test_refuses_other_arrays(backend):
     for error, match, arguments in cases:
         with pytest.raises(error, match=match):
             attn.append(*arguments, slots=slots)
+    with pytest.raises(at.ArgumentError, match=r"argument k_scale .*\. parameters of this variant: none"):
+        attn.append(k, values, kv, slots=slots, k_scale=2.0)  # as run() says it
     attn.plan(formats.ragged([0, 3], [0, 20]))
     with pytest.raises(at.ArgumentError, match="k must have the loaded plan's 3 rows"):
         attn.append(k, values, tuple(tokens(cache, "NHD") for cache in kv))

@@ -31,6 +31,20 @@ def test_import_takes_less_than_150_ms():
     assert min(fresh(code) for _ in range(3)) < 0.15
 
 
+@pytest.mark.parametrize(
+    "first", ["attnrt.TensorView", "attnrt.formats", "attnrt.Attention", "import attnrt.backends.cpu"]
+)
+def test_a_checkout_that_was_not_built_says_so(first):
+    code = (
+        "import sys, json, attnrt\n"
+        "sys.modules['attnrt._tensor_native'] = None  # as if it were not there\n"
+        f"try: {first}\n"
+        "except ImportError as error: print(json.dumps([str(error), str(error.__cause__)]))"
+    )
+    text, cause = fresh(code)
+    assert f"not built in {ROOT}" in text and "pip install -e ." in text and "_tensor_native" in cause
+
+
 def test_reading_numpy_arrays_imports_no_framework():
     found = fresh(
         "import sys, json, attnrt, numpy\n"

@@ -92,11 +92,14 @@ def test_an_entry_point_cannot_take_a_built_in_name(plug_in):
 
 @pytest.mark.parametrize("name", ["two words", "a-b", "1st", "a.b"])
 def test_names_of_functions_are_identifiers(name):
-    registry = Registry("backend", functions=True)
-    for register in (lambda: registry.register(name, len), lambda: registry.register(name)):
-        with pytest.raises(ArgumentError, match=f"name must be an identifier; got '{name}'"):
-            register()
-    assert registry.names() == ()
+    for kind, named in (("backend", "a backend"), ("index builder", "an index builder")):
+        registry = Registry(kind, functions=True)
+        for register in (lambda r: r.register(name, len), lambda r: r.register(name)):
+            with pytest.raises(
+                ArgumentError, match=f"must be an identifier; got '{name}'. It names {named}$"
+            ):
+                register(registry)
+        assert registry.names() == ()
 
 
 @pytest.mark.parametrize("entry", [3, "x", {}])

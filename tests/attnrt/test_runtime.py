@@ -55,7 +55,7 @@ BAD = {
     "heads of q": (at.ArgumentError, r"q must be \[rows, 4, 16\]", lambda b: {"q": b.q[:, :2]}),
     "dim of q": (at.ArgumentError, r"q must be", lambda b: {"q": b.q[..., :8]}),
     "axes of q": (at.ArgumentError, r"q must be", lambda b: {"q": b.q[0]}),
-    "dtype of q": (at.DtypeError, "q must be float32", lambda b: {"q": b.q.astype(np.float16)}),
+    "dtype of q": (at.DtypeError, "q must be float32.*q_dtype", lambda b: {"q": b.q.astype(np.float16)}),
     "float64 q": (at.DtypeError, "q must be float32", lambda b: {"q": b.q.astype(np.float64)}),
     "no array": (at.DtypeError, "q must be an array", lambda b: {"q": b.q.tolist()}),
     "last stride of q": (
@@ -65,12 +65,12 @@ BAD = {
     ),
     "dtype of k": (
         at.DtypeError,
-        "k must be float32",
+        "k must be float32.*kv_dtype",
         lambda b: {"kv": (b.kv[0].astype(ml_dtypes.bfloat16), b.kv[1])},
     ),
     "dtype of v": (
         at.DtypeError,
-        "v must be float32",
+        "v must be float32.*kv_dtype",
         lambda b: {"kv": (b.kv[0], np.zeros(b.kv[1].shape, np.int32))},
     ),
     "heads of v": (at.ArgumentError, "v must be", lambda b: {"kv": (b.kv[0], b.kv[1][:, :, :1])}),
@@ -95,11 +95,12 @@ BAD = {
     ),
     "dtype of out": (
         at.DtypeError,
-        "out must be float32",
+        "out must be float32.*out_dtype",
         lambda b: {"out": np.zeros((5, 4, 16), np.float16)},
     ),
     "shape of out": (at.ArgumentError, "out must be", lambda b: {"out": np.zeros((5, 4, 17), np.float32)}),
-    "dtype of lse": (at.DtypeError, "lse must be float32", lambda b: {"lse": np.zeros((5, 4))}),
+    "dtype of lse": (at.DtypeError, "lse must be float32; got float64$", lambda b: {"lse": np.zeros((5, 4))}),
+    "bits of lse": (at.DtypeError, "lse must be float32", lambda b: {"lse": np.zeros((5, 4), np.uint32)}),
     "shape of lse": (at.ArgumentError, "lse must be", lambda b: {"lse": np.zeros((4, 5), np.float32)}),
     "NaN sm_scale": (at.ArgumentError, "sm_scale must be finite", lambda b: {"sm_scale": float("nan")}),
     "text sm_scale": (at.DtypeError, "sm_scale must be a number", lambda b: {"sm_scale": "1"}),
@@ -180,7 +181,7 @@ def test_a_run_may_not_widen_its_window(backend):
     attn, _, batch = make(backend, variant=(v.causal(), v.sliding_window(2)))
     attn.plan(batch.index)
     for value in (3, -1):
-        with pytest.raises(at.PlanError, match="window_left"):
+        with pytest.raises(at.PlanError, match=rf"more than the plan does \(window_left 2\); got {value}"):
             attn.run(batch.q, batch.kv, window_left=value)
 
 

@@ -153,6 +153,9 @@ def test_limits_read():
         at.Limits(1, 1, 1, max_parts=0)
     with pytest.raises(at.ArgumentError, match="kv_alignment must be a power of two"):
         at.Limits(1, 1, 1, kv_alignment=24)
+    with pytest.raises(at.ArgumentError, match=r"limits\.min_qo_len must be at most max_qo_len, 1; got 3"):
+        at.Limits(1, 1, 1, max_qo_len=1, min_qo_len=3)
+    assert at.Limits(1, 1, 1, max_qo_len=3, min_qo_len=3).min_qo_len == 3
     with pytest.raises(at.ArgumentError, match="limits must be given with buffer"):
         at.Workspace([spec_of()], buffer=np.empty(10, np.uint8), backend="reference")
 

@@ -233,6 +233,9 @@ def test_text_that_does_not_compile(tmp_path, monkeypatch):
     with pytest.raises(at.errors.CompileError, match="broken") as caught:
         jit.compiled_kernel(Broken(), families()[0])
     assert "this is not" in caught.value.log or "does not name a type" in caught.value.log
+    assert "error.log" in str(caught.value)
+    silent = jit._failed("variant", "/bin/false", 1, "")
+    assert str(silent) == "variant must compile with /bin/false; got exit status 1"
     assert not list(tmp_path.rglob("*.so")) and not list(tmp_path.rglob("*.tmp*"))
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -52,12 +54,11 @@ def test_the_doctor_mends_a_missing_driver(no_driver):
 
 def test_the_doctor_names_a_missing_compiler(no_driver, monkeypatch, tmp_path):
     monkeypatch.setattr(nvcc, "find_nvcc", lambda: (None, ("/a/nvcc", "/b/nvcc")))
-    monkeypatch.setattr(
-        nvrtc, "why_not_nvrtc", lambda: "NVRTC cannot be loaded (x); pip install attnrt[cuda]"
-    )
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    monkeypatch.setattr(nvrtc, "why_not_nvrtc", nvrtc.why_not_nvrtc.__wrapped__)
     found = {name: (ok, line) for name, ok, line in doctor()}
     assert found["nvcc"] == (False, "not found (tried /a/nvcc, /b/nvcc); needed only where NVRTC is not")
-    assert not found["nvrtc"][0] and "pip install" in found["nvrtc"][1]
+    assert not found["nvrtc"][0] and "pip install '.[cuda]'" in found["nvrtc"][1]
     (tmp_path / "bin").mkdir()
     lone = tmp_path / "bin" / "nvcc"
     lone.touch()

@@ -30,7 +30,7 @@ def test_a_live_range_that_begins_later(kit):
     index = f.paged([0, 2], [0, 2], [3, 1], [30], 16)
     from dataclasses import replace
 
-    index = replace(index, kv_begin=np.array([9], np.int32))
+    index = replace(index, kv_begin=np.array([9], np.int32), kv_offset=np.array([-9], np.int32))
     found = f.gathered(index)
     assert found.slots.tolist() == [*range(57, 64), *range(16, 30)] and found.index.kv_base.tolist() == [-9]
 

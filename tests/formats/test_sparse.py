@@ -102,6 +102,17 @@ def test_token_sparse_is_its_definition(kit, data):
         assert positions == [first[r] + j for j in range(counts[r])]
 
 
+def test_token_sparse_reads_tokens_that_share_positions(kit):
+    """A request is as long as its list: four image tokens at position 1 do not push the last ones out."""
+    index = f.token_sparse([0, 1], [0, 6], range(6), [0, 1, 1, 1, 1, 2])
+    assert index.requests.kv_lens.tolist() == [6] and index.qo_pos.tolist() == [2]
+    assert kit.seen(index)[0, 0][:2] == ([0, 1, 2, 3, 4, 5], [0, 1, 1, 1, 1, 2])
+    with pytest.raises(
+        AttnrtError, match=r"kv_lens must be at least the 6 tokens listed; got 3 in request 0"
+    ):
+        f.token_sparse([0, 1], [0, 6], range(6), [0, 1, 1, 1, 1, 2], kv_lens=[3])
+
+
 def test_token_sparse_bound_and_errors(kit):
     slots = kit.OnDevice((12,))
     index = f.token_sparse([0, 1, 2], [0, 4, 10], slots, kv_lens=[100, 6])

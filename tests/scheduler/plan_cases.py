@@ -151,6 +151,7 @@ def cut_levels(flat, groups, ends):
                 kv_end=np.asarray(end, np.int32),
                 kv_offset=np.asarray(offset, np.int32),
                 max_block=flat.max_block,
+                features=Features(per_head=H > 1, qo_index=True),
             )
         )
     return Composite(parts=tuple(parts), features=Features(num_parts=len(parts)))

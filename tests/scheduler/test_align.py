@@ -10,6 +10,7 @@ from plan_cases import replace
 
 from attnrt.errors import UnsupportedError
 from attnrt.formats.base import HOLE, Composite
+from attnrt.formats.check import trusted
 from attnrt.scheduler.plan import make_plan
 from attnrt.scheduler.verify import verify_plan
 
@@ -27,7 +28,8 @@ def shared(end, qo_lens=(1, 1, 1), kv_lens=(300, 290, 310), page_size=4, heads=1
 
 
 def plan_of(index, **more):
-    plan = make_plan(plan_cases.spec(right=0), index, plan_cases.traits(5), **more)
+    """A plan of parts as they are: their features and device arrays are as real as alignment looks at."""
+    plan = make_plan(plan_cases.spec(right=0), trusted(index), plan_cases.traits(5), **more)
     verify_plan(plan)
     return plan
 

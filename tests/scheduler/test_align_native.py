@@ -16,6 +16,7 @@ from plan_cases import cases, cut_levels, replace
 from attnrt import formats
 from attnrt.errors import AttnrtError, PlanError, UnsupportedError
 from attnrt.formats.base import HOLE, BlockSparse, Composite
+from attnrt.formats.check import trusted
 from attnrt.scheduler import plan as plan_module
 from attnrt.scheduler import plan_native
 from attnrt.scheduler.align import align
@@ -208,7 +209,7 @@ def test_a_bound_mask_stays_or_is_refused_by_the_readable_form():
     got = compare(plan_cases.spec(right=0), Composite(parts=(first, masked)), plan_cases.traits(5))
     assert got.parts[2].mask is masked.mask
     masked = replace(first, mask_begin=np.zeros(1, np.int32), **values)
-    index = Composite(parts=(masked, second))
+    index = trusted(Composite(parts=(masked, second)))
     spec, traits = plan_cases.spec(right=0), plan_cases.traits(5)
     assert align_native(index.parts, plan_module._new_facts(spec), traits, 3) is None
     with pytest.raises(UnsupportedError):
@@ -219,7 +220,7 @@ def test_bound_indices_are_never_read():
     flat = plan_cases.paged([1, 1, 1], [300, 290, 310], 4)
     for end, fits in ((64, True), (100, False)):
         parts = cut_levels(flat, [[[0, 1, 2]]], [[end]]).parts
-        index = Composite(parts=tuple(replace(part, indices=OnDevice()) for part in parts))
+        index = trusted(Composite(parts=tuple(replace(part, indices=OnDevice()) for part in parts)))
         spec = plan_cases.spec(right=0)
         if fits:
             compare(spec, index, plan_cases.traits(5))
@@ -233,8 +234,8 @@ def test_a_part_that_points_outside_is_refused(broken):
     flat = plan_cases.paged([1, 1, 1], [300, 290, 310], 4)
     first, second = cut_levels(flat, [[[0, 1, 2]]], [[100]]).parts
     first = replace(first, **{name: np.asarray(x, np.int32) for name, x in broken.items()})
-    with pytest.raises(PlanError) as caught:
-        make_plan(plan_cases.spec(), Composite(parts=(first, second)), plan_cases.traits())
+    with pytest.raises(PlanError) as caught:  # what check() would have refused
+        make_plan(plan_cases.spec(), trusted(Composite(parts=(first, second))), plan_cases.traits())
     assert caught.value.label == "index"
 
 

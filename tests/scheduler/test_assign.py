@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnrt.errors import ArgumentError, DtypeError, PlanError
+from attnrt.errors import ArgumentError, PlanError
 from attnrt.scheduler import assign
 from attnrt.scheduler.plan import make_plan
 
@@ -115,5 +115,5 @@ def test_bad_assignments_are_named(result):
 
 
 def test_a_class_is_no_scheduler():
-    with pytest.raises(DtypeError, match="scheduler must be an object, not a class; got RoundRobin"):
+    with pytest.raises(ArgumentError, match="scheduler must be an object, not a class; got RoundRobin"):
         assign.find(assign.RoundRobin)

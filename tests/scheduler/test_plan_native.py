@@ -13,6 +13,7 @@ from plan_cases import cases
 
 from attnrt.backends.cuda.tables import traits_for
 from attnrt.errors import LimitError, PlanError
+from attnrt.formats.check import trusted
 from attnrt.scheduler import plan as plan_module
 from attnrt.scheduler import plan_native
 from attnrt.scheduler.assign import find
@@ -160,9 +161,8 @@ def test_costs_that_are_no_dyadic_numbers(both):
 def test_bound_lengths_keep_what_shorter_requests_may_see(both):
     index = plan_cases.paged([1, 4], [900, 700], 16)
     requests = plan_cases.replace(index.requests, bound_kv_lens=object())
-    bound = make_plan(
-        plan_cases.spec(left=64, right=0), plan_cases.replace(index, requests=requests), plan_cases.traits(1)
-    )
+    shorter = trusted(plan_cases.replace(index, requests=requests))
+    bound = make_plan(plan_cases.spec(left=64, right=0), shorter, plan_cases.traits(1))
     assert (bound.work["kv_begin"].min() == 0) and set(bound.work["kv_end"]) == {900, 700}
     exact = make_plan(plan_cases.spec(left=64, right=0), index, plan_cases.traits(1))
     assert set(exact.work["kv_begin"]) == {899 - 64, 696 - 64}
@@ -183,8 +183,8 @@ def test_bound_lengths_keep_what_shorter_requests_may_see(both):
 def test_an_index_that_points_outside_is_refused(broken):
     index = plan_cases.paged([1, 2], [9, 20])
     arrays = {name: np.asarray(values, np.int32) for name, values in broken.items()}
-    with pytest.raises(PlanError) as caught:
-        make_plan(plan_cases.spec(), plan_cases.replace(index, **arrays), plan_cases.traits())
+    with pytest.raises(PlanError) as caught:  # what check() would have refused
+        make_plan(plan_cases.spec(), trusted(plan_cases.replace(index, **arrays)), plan_cases.traits())
     assert caught.value.label == "index"
 
 

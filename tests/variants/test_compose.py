@@ -122,7 +122,9 @@ BAD_VALUES = [
     ("softcap", "1", DtypeError),
     ("softcap", True, DtypeError),
     ("softcap", 1j, DtypeError),
-    ("softcap", np.array([0.1] * 8), DtypeError),  # float64 that float32 cannot hold
+    ("softcap", np.full(8, 1e39), ArgumentError),
+    ("softcap", 1e39, ArgumentError),
+    ("softcap", np.full(8, 2**24 + 1), DtypeError),  # integers are not rounded
     ("softcap", np.ones(8, bool), DtypeError),
     ("window_left", 2.5, ArgumentError),
     ("window_left", -2, ArgumentError),
@@ -148,6 +150,16 @@ def test_values_that_convert_exactly():
     assert bound.host["softcap"].dtype == np.float32
     assert bound.host["window_left"].tolist() == list(range(8))
     assert bound.host["window_right"] == 4
+
+
+@pytest.mark.parametrize("value", [[0.1] * 8, np.full(8, 0.1), np.full(8, 0.1, np.longdouble), [0.1], 0.1])
+def test_floats_are_rounded_to_float32(value):
+    bound = bind(av.softcap(1.0), softcap=value)
+    assert bound.host["softcap"].dtype == np.float32 and (bound.host["softcap"] == np.float32(0.1)).all()
+    with pytest.raises(ArgumentError, match=r"softcap must fit in float32; got 1e\+39"):
+        bind(av.softcap(1.0), softcap=np.asarray(value) * 0 + 1e39)
+    with pytest.raises(DtypeError, match="window_left"):
+        bind(av.sliding_window(1), window_left=np.full(8, 0.1))
 
 
 def test_half_precision_arrays_convert():

@@ -244,6 +244,21 @@ def where_on_numbers(score, ctx):
     return av.where(ctx.qo_pos, score, 0.0)  # here
 
 
+@bad(r"round.*floor\(x \+ 0\.5\)")
+def rounds(score, ctx):
+    return score + round(score)  # here
+
+
+@bad("trunc.*to_int")
+def truncates(score, ctx):
+    return score + math.trunc(score)  # here
+
+
+@bad("divmod.*%")
+def divides(score, ctx):
+    return score * divmod(ctx.kv_pos, 3)[1]  # here
+
+
 @pytest.mark.parametrize(("wrap", "fn", "says"), BAD, ids=[b[1].__name__ for b in BAD])
 def test_untraceable_code_names_its_line(wrap, fn, says):
     lines, first = inspect.getsourcelines(fn)
@@ -272,6 +287,10 @@ def test_wrong_signatures():
         av.logits(lambda score, ctx, **params: score)
     with pytest.raises(ArgumentError, match="must take"):
         av.logits(lambda score: score)
+    with pytest.raises(ArgumentError, match=r"must take \(score, ctx, \.\.\.\) in this order"):
+        av.logits(lambda ctx, score: score)
+    with pytest.raises(ArgumentError, match=r"must take \(ctx, \.\.\.\) in this order"):
+        av.mask(lambda score, ctx: ctx.kv_pos > 0)
     with pytest.raises(ArgumentError, match="one number of indices"):
         av.logits(lambda score, ctx, t=None: score + t[ctx.qo_head] + t[ctx.qo_head, ctx.kv_head])
     with pytest.raises(ArgumentError, match="one number of indices"):
