@@ -191,7 +191,9 @@ def is_narrow(case: Case) -> bool:
 
 def _checked(case: Case, provider: Provider, out: torch.Tensor, when: str = "") -> float:
     error = error_of(case, out)
-    assert error < (TOLERANCE_8 if is_narrow(case) else TOLERANCE), f"{provider.name} on {case.name}: error {error:.2e}{when}"
+    assert error < (TOLERANCE_8 if is_narrow(case) else TOLERANCE), (
+        f"{provider.name} on {case.name}: error {error:.2e}{when}"
+    )
     return error
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnrt.backends.cuda import structs
 from attnrt.backends.cuda.boxes import MAPS_BYTES
@@ -85,7 +85,16 @@ MERGE_CTAS = 4
 PARAM_BYTES = 64
 
 #: Fields of TileConfig that the Hopper kernel reads; it has more of its own.
-_HOPPER_CONSTANTS = ("q_type", "q_stored_type", "kv_type", "out_type", "group", "head_dim", "head_dim_vo", "shared_kv")
+_HOPPER_CONSTANTS = (
+    "q_type",
+    "q_stored_type",
+    "kv_type",
+    "out_type",
+    "group",
+    "head_dim",
+    "head_dim_vo",
+    "shared_kv",
+)
 #: Fields of TileConfig that the wide kernel reads.
 _WIDE_CONSTANTS = (*_HOPPER_CONSTANTS, "kv_tile")
 #: Two warpgroups: one computes, one loads.
@@ -342,7 +351,7 @@ def _text(spec: AttentionSpec, composed: Composed, *names: str) -> str:
     constants, maps, asserts = config_text(config), "", ""
     wide = hopper_config(spec) if set(names) & set(HOPPER) else None
     if wide is not None:
-        own = {
+        own: dict[str, Any] = {
             "kv_tile": wide.kv_tile,
             "warpgroups": wide.warpgroups,
             "turns": turns_by_position(composed),

@@ -74,6 +74,7 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     bool ends, add;            // the pass's last leaf; O holds something
     int skips;                 // tiles of the leaf behind `stop` that no row of the warpgroup sees: 0 or 1
     typename Base::Late late;  // HopperLayout::kLate
+    float scale[2];            // kNarrow: what sums that are kept have to be multiplied by
   };
 
   // Passes from pass_ on, until the list ends or one is there in which the warpgroup has no rows.
@@ -122,6 +123,10 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
       Closing closing;
       closing.fate = Fate::nothing;
       closing.folds = false;
+      if constexpr (L::kNarrow) {
+        closing.scale[0] = x.scale[0];
+        closing.scale[1] = x.scale[1];
+      }
       if constexpr (L::kLean) {
         closing.row[0] = closing.row[1] = {0.0f, 0.0f};
         ptx::renew(lane_);
@@ -169,6 +174,10 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     }
     x.m[0] = x.m[1] = neg_inf();
     x.l[0] = x.l[1] = 0.0f;
+    if constexpr (L::kNarrow) {
+      x.scale[0] = x.scale[1] = 1.0f;
+      clear_kept<kO>(this->kept_at());
+    }
     if constexpr (!L::kLate) ptx::fresh(x.o);
     look(view, x.rows, tile_, x.offset);
     ptx::wgmma_wait<0>();
@@ -220,12 +229,21 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     this->template raise<false>(x.s, x.m, x.top, x.shrink, x.sum, x.bias, view, x.near, beside);
   }
 
-  // Weights of the tile after this one, and O by their measure.
+  // Weights of the tile after this one, at x.offset, and O by their measure.
   __device__ __forceinline__ void next_weights(Leaf& x) {
     weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.o[0], x.near);
     ATTNRT_TRACE(group_, tile_, 6);
-    rescale(x.o, x.shrink);
     x.add = true;
+    if constexpr (L::kNarrow) {
+      if (x.offset % L::kKeptKeys == 0) {
+        keep_sums(this->kept_at(), x.o, x.scale);
+        x.scale[0] = x.scale[1] = 1.0f;
+        x.add = false;
+      }
+      x.scale[0] = __fmul_rn(x.scale[0], x.shrink[0]);
+      x.scale[1] = __fmul_rn(x.scale[1], x.shrink[1]);
+    }
+    rescale(x.o, x.shrink);
     ++tile_;
   }
 

@@ -111,7 +111,11 @@ struct HopperLayout {
   static constexpr int kBuffersQ = 2 * kBytesQ + kStages * (kBytesK + kBytesV) <= 207 * 1024 ? 2 : 1;
   static constexpr int kOffsetK = kBuffersQ * kBytesQ;
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
-  static constexpr int kOffsetMeta = kOffsetV + kStages * kBytesV;
+  // Float32 sums of 8-bit products (hopper_kept.cuh), and the keys after which O goes there.
+  static constexpr int kBytesKept = kNarrow ? 128 * kGroups * kDimVo / 2 * 4 : 0;
+  static constexpr int kKeptKeys = 512;
+  static constexpr int kOffsetKept = kOffsetV + kStages * kBytesV;
+  static constexpr int kOffsetMeta = kOffsetKept + kBytesKept;
   // Passes whose tables are there at once: they are written two passes ahead of Q, because passes of one tile leave no
   // time for them. 6 KB each, where they fit.
   static constexpr int kTables = Variant::reads_index_mask || kOffsetMeta > 193 * 1024 ? 2 : 4;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What becomes of a leaf's O: folded onto the leaves before it, stored as a state, or divided and written as rows.
 #pragma once
+#include "hopper_kept.cuh"
 #include "hopper_softmax.cuh"
 
 namespace attnrt {
@@ -21,10 +22,16 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     Fate fate;
     bool folds, first;
     float m[2], l[2];
+    float scale[L::kNarrow ? 2 : 1];  // of sums that are kept
     FinishRow row[2];
     long long to[2];  // element of the output row, or row of the partial states; kNothing: none
     Ctx ctx[2];
   };
+
+  // Where this thread's sums are kept (kNarrow).
+  __device__ __forceinline__ unsigned kept_at() const {
+    return this->base_ + L::kOffsetKept + (this->group_ * 128 + this->warp_ * 32 + lane_) * 16;
+  }
 
   // ------------------------------------------------------------------ the end of a leaf
   // The quad's sums, the maxima as base-2 logits, the fold onto the leaves before, what divides the rows.
@@ -186,10 +193,11 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
   struct Chunk {
     float x[kChunk];
   };
-  __device__ __forceinline__ static Chunk chunk(const float (&o)[kO], int first) {
+  __device__ __forceinline__ Chunk chunk(const Closing& closing, const float (&o)[kO], int first) const {
     Chunk y;
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) y.x[i] = o[first + i];
+    if constexpr (L::kNarrow) add_kept(kept_at(), first, y.x, closing.scale);
     return y;
   }
   // Numbers of four bytes are written in one way, whatever the strides.
@@ -226,17 +234,22 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     if (closing.fate == Fate::state) {
       const States to = states_of(closing);
 #pragma unroll
-      for (int first = 0; first < kO; first += kChunk) store_state(closing, to, first / 4, chunk(o, first).x);
+      for (int first = 0; first < kO; first += kChunk) store_state(closing, to, first / 4, chunk(closing, o, first).x);
       return false;
     }
     if (kStraight || (vectors && all_have_keys(closing))) {
       const Rows to = rows_of(closing);
 #pragma unroll
-      for (int first = 0; first < kO; first += kChunk) store_rows<false>(closing, to, first / 4, chunk(o, first).x);
+      for (int first = 0; first < kO; first += kChunk)
+        store_rows<false>(closing, to, first / 4, chunk(closing, o, first).x);
       return false;
     }
 #pragma unroll
-    for (int i = 0; i < kO; i += 4) put(held + i, o[i], o[i + 1], o[i + 2], o[i + 3]);
+    for (int first = 0; first < kO; first += kChunk) {
+      const Chunk y = chunk(closing, o, first);
+#pragma unroll
+      for (int i = 0; i < kChunk; i += 4) put(held + first + i, y.x[i], y.x[i + 1], y.x[i + 2], y.x[i + 3]);
+    }
     return true;
   }
 
@@ -248,7 +261,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     const Rows rows = rows_of(closing);
 #pragma unroll
     for (int first = 0; first < kO; first += kChunk) {
-      Chunk y = chunk(o, first);
+      Chunk y = chunk(closing, o, first);
       if (!closing.first) fold_chunk(fold, y.x, total + first);
       if (closing.fate == Fate::state) {
         store_state(closing, states, first / 4, y.x);
