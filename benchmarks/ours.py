@@ -16,7 +16,7 @@ from harness import Absent, Ready
 import attnrt as at
 from attnrt.formats.base import alignment_of
 
-__all__ = ["Ours", "OursFlat", "OursGathered", "OursHND", "OursPagesNHD"]
+__all__ = ["Ours", "OursFlat", "OursGathered", "OursHND", "OursOneLevel", "OursPagesNHD"]
 
 
 def flat_index(case: Case) -> Any:
@@ -101,9 +101,12 @@ class Ours:
     def kv(self, case: Case) -> tuple[Any, Any]:
         return case.k, case.v
 
+    def spec(self, case: Case) -> at.AttentionSpec:
+        return specs.spec_of(case.shape, self.kv_layout)
+
     def prepare(self, case: Case) -> Ready:
         index = self.index(case)
-        spec = specs.spec_of(case.shape, self.kv_layout)
+        spec = self.spec(case)
         attn = at.Attention(
             spec,
             backend=specs.BACKEND,
@@ -122,6 +125,19 @@ class OursFlat(Ours):
     def __init__(self) -> None:
         super().__init__(share=False)
         self.name = "attnrt (flat)"
+
+
+class OursOneLevel(Ours):
+    """8-bit products summed as tensor cores do it, like the peers' (``two_level=False``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "attnrt (one level)"
+
+    def spec(self, case: Case) -> at.AttentionSpec:
+        if case.q.element_size() != 1:
+            raise Absent("8-bit products only")
+        return dataclasses.replace(super().spec(case), two_level=False)
 
 
 class OursHND(Ours):

@@ -116,6 +116,8 @@ class FlashInferPaged(FlashInfer):
         masked = case.shape.variant in ("custom", "tree")
         if not case.page or case.shape.per_head or not (masked or case.shape.variant == "causal"):
             raise Absent("causal or masked over pages only")
+        if case.q.element_size() == 1:
+            raise Absent("8-bit queries are not timed over pages")
         if self.backend == "fa3" and (masked or case.k.dtype != case.q.dtype):
             raise Absent("its fa3 form has no masks and no mixed types")
         import flashinfer

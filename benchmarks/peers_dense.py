@@ -69,8 +69,8 @@ class Sdpa:
         return torch.__version__
 
     def prepare(self, case: Case) -> Ready:
-        if case.shape.variant not in ("causal", "full"):
-            raise Absent("causal and full only")
+        if case.shape.variant not in ("causal", "full") or case.q.element_size() == 1:
+            raise Absent("causal and full only, of 16-bit numbers")
         q, k, v = square(case)
         if case.shape.variant == "causal" and q.shape[1] != k.shape[1]:
             raise Absent("its causal mask is top-left")
@@ -173,6 +173,8 @@ class FlashInferRagged(FlashInfer):
         shape = case.shape
         if case.page or case.k.dtype != case.q.dtype:
             raise Absent("contiguous, one type")
+        if case.q.element_size() == 1:
+            raise Absent("8-bit queries: FlashAttention-3 stands for them")
         on_fa2 = {
             "alibi": {"pos_encoding_mode": "ALIBI"},
             "rope": {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": THETA},

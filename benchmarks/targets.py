@@ -34,9 +34,13 @@ def rate(case: str, least: float) -> Target:
     return Target(name=f"{case}: TB/s", value=lambda found: found.tb_s(case), least=least)
 
 
-def tflops(case: str, least: float) -> Target:
+def tflops(case: str, least: float, provider: str = OURS) -> Target:
     """At least so many TFLOP/s."""
-    return Target(name=f"{case}: TFLOP/s", value=lambda found: found.tflops(case), least=least)
+    return Target(
+        name=f"{_named(case, provider)}: TFLOP/s",
+        value=lambda found: found.tflops(case, provider),
+        least=least,
+    )
 
 
 def ratio(case: str, least: float, peers: str = "", provider: str = OURS) -> Target:

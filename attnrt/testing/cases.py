@@ -217,7 +217,7 @@ def _cache(spec: AttentionSpec, pages: int, size: int, dim: int, layout: Layout)
 
 _SPEC_FIELDS = (
     *("num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "q_dtype", "kv_dtype", "out_dtype"),
-    *("sm_scale", "kv_layout", "shared_kv"),
+    *("sm_scale", "kv_layout", "shared_kv", "two_level"),
 )
 
 

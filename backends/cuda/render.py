@@ -357,6 +357,7 @@ def _text(spec: AttentionSpec, composed: Composed, *names: str) -> str:
             "turns": turns_by_position(composed),
             "folds": names[0] in (HOPPER_BOXES_FOLD, HOPPER_GATHER_FOLD),
         }
+        own["two_level"] = narrow(spec) and spec.two_level
         if narrow(spec):
             own["q_type"] = config.q_stored_type
         constants = config_text(config, _HOPPER_CONSTANTS, **own)

@@ -128,6 +128,13 @@ HOPPER_SPECS = {
     "e4m3": ({"kv_dtype": "float8_e4m3fn"}, (28, 16, 96, 84)),
     "e4m3 of e4m3": (
         {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "out_dtype": "bfloat16"},
+        (8, 8, 120, 128),
+    ),
+    "e4m3 of e4m3, one level": (
+        {
+            **{"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "out_dtype": "bfloat16"},
+            "two_level": False,
+        },
         (4, 4, 36, 32),
     ),
     "rope": ({"variant": (v.causal(), v.rope(128))}, (236, 156, 312, 232)),

@@ -250,6 +250,7 @@ NARROW = {
         "variant": (v.causal(), v.fp8_scales(q_scale=0.5, k_scale=1.5, v_scale=2.0), v.sink_logits(-1.0))
     },
     "groups of 8": {"num_qo_heads": 8, "num_kv_heads": 1},
+    "one level": {"two_level": False},
 }
 E4M3 = {"q_dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "head_dim": 128}
 
@@ -258,7 +259,7 @@ E4M3 = {"q_dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "head_dim": 128}
 def test_products_of_8_bit_numbers(name):
     """Boxes and keys, whatever the page."""
     s = spec(**{**E4M3, **NARROW[name]})
-    lengths = ([70, 1, 150], [150, 9, 350])
+    lengths = ([70, 1, 40], [150, 9, 720])  # more keys than are summed at one level
     results = []
     for page_size, boxes, seed in ((16, True, 1), (64, True, 2), (16, False, 3), (1, True, 4)):
         backend = EmulatedHopper(2, boxes=boxes, seed=seed)
@@ -269,7 +270,9 @@ def test_products_of_8_bit_numbers(name):
 
 @pytest.mark.parametrize("oracle", ["poison", "batch_invariance"])
 def test_products_of_8_bit_numbers_bitwise(oracle):
-    case = testing.make_case(spec(**E4M3), [40, 1, 0, 33], [150, 60, 9, 20])
+    """With windows that begin anywhere, and sums that are kept between them."""
+    s = spec(**{**E4M3, "variant": (v.causal(), v.sliding_window(700))})
+    case = testing.make_case(s, [40, 1, 0, 33], [1250, 60, 9, 720])
     getattr(testing, oracle)(case, EmulatedHopper())
 
 

@@ -74,7 +74,8 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     bool ends, add;            // the pass's last leaf; O holds something
     int skips;                 // tiles of the leaf behind `stop` that no row of the warpgroup sees: 0 or 1
     typename Base::Late late;  // HopperLayout::kLate
-    float scale[2];            // kNarrow: what sums that are kept have to be multiplied by
+    float scale[2];            // kKeeps: what sums that are kept have to be multiplied by
+    bool kept;                 // and whether there are any
   };
 
   // Passes from pass_ on, until the list ends or one is there in which the warpgroup has no rows.
@@ -123,9 +124,10 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
       Closing closing;
       closing.fate = Fate::nothing;
       closing.folds = false;
-      if constexpr (L::kNarrow) {
+      if constexpr (L::kKeeps) {
         closing.scale[0] = x.scale[0];
         closing.scale[1] = x.scale[1];
+        closing.kept = x.kept;
       }
       if constexpr (L::kLean) {
         closing.row[0] = closing.row[1] = {0.0f, 0.0f};
@@ -174,9 +176,9 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     }
     x.m[0] = x.m[1] = neg_inf();
     x.l[0] = x.l[1] = 0.0f;
-    if constexpr (L::kNarrow) {
+    if constexpr (L::kKeeps) {
       x.scale[0] = x.scale[1] = 1.0f;
-      clear_kept<kO>(this->kept_at());
+      x.kept = false;
     }
     if constexpr (!L::kLate) ptx::fresh(x.o);
     look(view, x.rows, tile_, x.offset);
@@ -193,8 +195,11 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     x.offset += L::kTile;
 #pragma unroll 1
     while (x.offset < x.stop) {
+      if constexpr (L::kKeeps) keep(x);
+      const int before = x.offset;
       run_plain(x);
       if (x.offset >= x.stop) break;
+      if (L::kKeeps && x.offset > before && x.offset % L::kKeptKeys == 0) continue;
       ATTNRT_TRACE(group_, tile_, 0);
       wait_k(tile_ + 1);
       ATTNRT_TRACE(group_, tile_, 1);
@@ -219,6 +224,16 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     }
   }
 
+  // Before tiles at multiples of kKeptKeys: O is kept, and starts anew with the product that comes next. Where that is
+  // does not depend on where the leaf begins.
+  __device__ __forceinline__ void keep(Leaf& x) const {
+    if (x.offset % L::kKeptKeys != 0 || !x.add) return;
+    keep_sums(this->kept_at(), x.o, x.scale, x.kept);
+    x.scale[0] = x.scale[1] = 1.0f;
+    x.kept = true;
+    x.add = false;
+  }
+
   // The scores of tile t, at x.offset, are there: what rows see of them, and the new maxima.
   template <class Beside = typename Base::Alone>
   __device__ __forceinline__ void take_scores(Leaf& x, const View& view, int t, Beside&& beside = {}) {
@@ -233,17 +248,12 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
   __device__ __forceinline__ void next_weights(Leaf& x) {
     weights(x.s, x.w, x.l, x.top, x.shrink, x.sum, x.o[0], x.near);
     ATTNRT_TRACE(group_, tile_, 6);
-    x.add = true;
-    if constexpr (L::kNarrow) {
-      if (x.offset % L::kKeptKeys == 0) {
-        keep_sums(this->kept_at(), x.o, x.scale);
-        x.scale[0] = x.scale[1] = 1.0f;
-        x.add = false;
-      }
+    rescale(x.o, x.shrink);
+    if constexpr (L::kKeeps) {
       x.scale[0] = __fmul_rn(x.scale[0], x.shrink[0]);
       x.scale[1] = __fmul_rn(x.scale[1], x.shrink[1]);
     }
-    rescale(x.o, x.shrink);
+    x.add = true;
     ++tile_;
   }
 
@@ -255,7 +265,8 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     static_assert(L::kStages == 2, "buffers alternate");
     constexpr bool kMasked = Variant::reads_index_mask;
     if (kMasked ? !runs_ || negate_ : x.offset < whole_begin_ || x.offset + L::kTile > whole_end_) return;
-    const int end = kMasked ? x.stop : min(x.stop, whole_end_ - L::kTile + 1);
+    int end = kMasked ? x.stop : min(x.stop, whole_end_ - L::kTile + 1);
+    if constexpr (L::kKeeps) end = min(end, x.offset / L::kKeptKeys * L::kKeptKeys + L::kKeptKeys);
     bool whole = true;
     unsigned own[2];
     typename Base::Spoken spoken;

@@ -11,33 +11,27 @@ namespace attnrt {
 // Each of kThreads threads keeps its own numbers, 16 bytes side by side for neighbours. `at`: of the thread's first.
 constexpr int kKeptStride = 256 * 16;
 
-// Nothing is kept.
+// kept = kept * scale + o, or o if nothing is kept yet; registers 4j and 4j + 1 are of the thread's first row.
 template <int kN>
-__device__ __forceinline__ void clear_kept(unsigned at) {
-#pragma unroll
-  for (int i = 0; i < kN; i += 4) ptx::fill_shared16(at + i / 4 * kKeptStride, 0);
-}
-
-// kept = kept * scale + o; registers 4j and 4j + 1 are of the thread's first row.
-template <int kN>
-__device__ __forceinline__ void keep_sums(unsigned at, const float (&o)[kN], const float (&scale)[2]) {
+__device__ __forceinline__ void keep_sums(unsigned at, const float (&o)[kN], const float (&scale)[2], bool kept) {
 #pragma unroll
   for (int i = 0; i < kN; i += 4) {
-    unsigned x[4];
-    ptx::ld_shared16(x, at + i / 4 * kKeptStride);
+    unsigned x[4] = {0, 0, 0, 0};
+    if (kept) ptx::ld_shared16(x, at + i / 4 * kKeptStride);
 #pragma unroll
     for (int j = 0; j < 4; ++j) x[j] = __float_as_uint(__fmaf_rn(__uint_as_float(x[j]), scale[j / 2], o[i + j]));
     ptx::st_shared16(at + i / 4 * kKeptStride, x);
   }
 }
 
-// x += kept * scale, for kX of a thread's numbers from number `first` on.
+// x += kept * scale, for kX of a thread's numbers from number `first` on. Where nothing is kept 0 is added, so that the
+// sign of a zero does not depend on it.
 template <int kX>
-__device__ __forceinline__ void add_kept(unsigned at, int first, float (&x)[kX], const float (&scale)[2]) {
+__device__ __forceinline__ void add_kept(unsigned at, int first, float (&x)[kX], const float (&scale)[2], bool kept) {
 #pragma unroll
   for (int i = 0; i < kX; i += 4) {
-    unsigned y[4];
-    ptx::ld_shared16(y, at + (first + i) / 4 * kKeptStride);
+    unsigned y[4] = {0, 0, 0, 0};
+    if (kept) ptx::ld_shared16(y, at + (first + i) / 4 * kKeptStride);
 #pragma unroll
     for (int j = 0; j < 4; ++j) x[i + j] = __fmaf_rn(__uint_as_float(y[j]), scale[j / 2], x[i + j]);
   }

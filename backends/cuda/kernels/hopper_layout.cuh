@@ -112,7 +112,8 @@ struct HopperLayout {
   static constexpr int kOffsetK = kBuffersQ * kBytesQ;
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
   // Float32 sums of 8-bit products (hopper_kept.cuh), and the keys after which O goes there.
-  static constexpr int kBytesKept = kNarrow ? 128 * kGroups * kDimVo / 2 * 4 : 0;
+  static constexpr bool kKeeps = kNarrow && Config::two_level;
+  static constexpr int kBytesKept = kKeeps ? 128 * kGroups * kDimVo / 2 * 4 : 0;
   static constexpr int kKeptKeys = 512;
   static constexpr int kOffsetKept = kOffsetV + kStages * kBytesV;
   static constexpr int kOffsetMeta = kOffsetKept + kBytesKept;

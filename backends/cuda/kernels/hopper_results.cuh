@@ -22,13 +22,14 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     Fate fate;
     bool folds, first;
     float m[2], l[2];
-    float scale[L::kNarrow ? 2 : 1];  // of sums that are kept
+    float scale[L::kKeeps ? 2 : 1];  // of sums that are kept, if there are any
+    bool kept;
     FinishRow row[2];
     long long to[2];  // element of the output row, or row of the partial states; kNothing: none
     Ctx ctx[2];
   };
 
-  // Where this thread's sums are kept (kNarrow).
+  // Where this thread's sums are kept (kKeeps).
   __device__ __forceinline__ unsigned kept_at() const {
     return this->base_ + L::kOffsetKept + (this->group_ * 128 + this->warp_ * 32 + lane_) * 16;
   }
@@ -197,7 +198,7 @@ class HopperResults : public HopperSoftmax<Config, Variant> {
     Chunk y;
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) y.x[i] = o[first + i];
-    if constexpr (L::kNarrow) add_kept(kept_at(), first, y.x, closing.scale);
+    if constexpr (L::kKeeps) add_kept(kept_at(), first, y.x, closing.scale, closing.kept);
     return y;
   }
   // Numbers of four bytes are written in one way, whatever the strides.
