@@ -31,7 +31,7 @@ class AttentionSpec:
     head_dim_vo : int, optional
         Numbers per head of v and out; None: ``head_dim``.
     q_dtype, kv_dtype, out_dtype : dtype name or object
-        bfloat16; None for the last two: the same as q.
+        bfloat16; None for the last two: the same as q, but for results of 8-bit q, which are bfloat16.
     variant : variant or tuple of variants
         Applied in order; None: ``full()``.
     sm_scale : float, optional
@@ -84,10 +84,8 @@ class AttentionSpec:
         put("two_level", flag(self.two_level, "two_level"))
         put("q_dtype", as_dtype(self.q_dtype, "q_dtype").name)
         put("kv_dtype", self.q_dtype if self.kv_dtype is None else as_dtype(self.kv_dtype, "kv_dtype").name)
-        put(
-            "out_dtype",
-            self.q_dtype if self.out_dtype is None else as_dtype(self.out_dtype, "out_dtype").name,
-        )
+        found = as_dtype(self.q_dtype if self.out_dtype is None else self.out_dtype, "out_dtype")
+        put("out_dtype", "bfloat16" if self.out_dtype is None and found.itemsize == 1 else found.name)
         _check_dtypes(self)
         if not isinstance(self.variant, Composed):  # dataclasses.replace hands the composed one over
             put("variant", compose(self.variant))

@@ -176,6 +176,14 @@ def test_attention_reads_the_arrays(backend):
         )
 
 
+def test_attention_of_queries_in_8_bits(backend):
+    spec = spec_of(q_dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn")
+    batch = testing.lay_out(testing.make_case(spec, [2, 40], [9, 130], seed=4))
+    out = at.attention(batch.q, batch.kv, batch.index, backend=backend)
+    assert out.dtype.name == "bfloat16"
+    testing.compare(spec, testing.oracle_answer(spec, batch.index, batch.q, batch.kv), out)
+
+
 def test_attention_takes_what_run_takes(backend):
     spec = spec_of(variant=(at.variants.causal(), at.variants.fp8_scales()))
     batch = testing.lay_out(testing.make_case(spec, [2, 1], [9, 30], seed=4))

@@ -133,6 +133,19 @@ def test_rounds_to_nearest_even_and_saturates(backend, kv_dtype):
         assert tokens(cache, "NHD").tobytes() == want.tobytes()
 
 
+def test_rows_in_the_type_of_results(backend):
+    """A projection's, where q has 8 bits like the cache: rounded as rows in q's type of 16 bits are."""
+    narrow = make(backend, q_dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", out_dtype="float16")
+    wide = make(backend, q_dtype="float16", kv_dtype="float8_e4m3fn")
+    k, values = rows(9, wide, scale=100.0)
+    stored = []
+    for attn in (narrow, wide):
+        kv = caches(attn, 3, 4)
+        attn.append(k, values, kv, slots=np.arange(9))
+        stored.append([x.tobytes() for x in kv])
+    assert stored[0] == stored[1]
+
+
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_rows_of_the_caches_type_keep_their_bits(backend, kv_dtype):
     """Infinities and both signs of NaN too, where the scale is 1; a head with another scale is rounded."""

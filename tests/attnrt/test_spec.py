@@ -39,6 +39,8 @@ def test_fills_in():
     assert (spec.head_dim_vo, spec.kv_dtype, spec.out_dtype) == (64, "float16", "float16")
     assert spec.sm_scale == 1 / 8 and spec.group == 4
     assert hash(spec) == hash(at.AttentionSpec(**PLAIN, q_dtype="float16"))
+    narrow = at.AttentionSpec(**PLAIN, q_dtype="float8_e4m3fn")
+    assert (narrow.kv_dtype, narrow.out_dtype) == ("float8_e4m3fn", "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,7 @@ def test_fills_in():
     [
         ("shared_kv", {"shared_kv": "yes", "sm_scale": 1.0}),
         ("shared_kv", {"shared_kv": 1, "sm_scale": 1.0}),
+        ("two_level", {"two_level": None}),
         ("q_dtype", {"q_dtype": "int32"}),
         ("q_dtype", {"q_dtype": np.uint16}),
         ("q_dtype", {"q_dtype": bool}),
