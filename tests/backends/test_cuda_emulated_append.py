@@ -130,7 +130,9 @@ def test_stores_what_the_cpu_stores(dtypes, rows_in, kv_layout):
     cuda, cpu = both(q_dtype=q_dtype, kv_dtype=kv_dtype, kv_layout=kv_layout, variant=variant)
     kind = {"q": q_dtype, "cache": kv_dtype, "results": cuda.spec.out_dtype}[rows_in]
     k, values = numbers(cuda.spec, np.random.default_rng(), 7, kind, 100.0 if fp8 else 1.0)
-    scales = {"k_scale": np.array([0.5, 3.0], np.float32), "v_scale": 0.25} if fp8 and kind != kv_dtype else {}
+    scales = (
+        {"k_scale": np.array([0.5, 3.0], np.float32), "v_scale": 0.25} if fp8 and kind != kv_dtype else {}
+    )
     index = at.formats.paged([0, 1, 4, 7], [0, 1, 3, 5], [4, 0, 8, 2, 3], [3, 20, 30], 16)
     for where in ({}, {"slots": np.array([5, -1, 143, 0, 77, 16, 31])}):
         results = []
