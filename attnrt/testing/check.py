@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["TOLERANCES", "Tolerance", "bounds", "check", "compare"]
 
 LAMBDA = 6.0
-#: Unit roundoff of the sums that tensor cores keep of products of 8-bit numbers, 32 products a step (sm_90, as measured:
-#: docs/performance/prefill.md), where q and the keys have them.
-NARROW_U, NARROW_STEP = 2.0**-13, 32
+#: Where tensor cores cut off products of 8-bit numbers, of q and the keys, beside the sum that they are added to (sm_90, as
+#: measured: docs/performance/prefill.md): each of them loses up to so much of it.
+NARROW_U = 2.0**-13
 U = 2.0**-24
 EXP = 2.0**-20
 
@@ -66,7 +66,7 @@ def bounds(spec: AttentionSpec, answer: Answer) -> tuple[np.ndarray, np.ndarray]
     hooked = 2 * operand if composed.query is not None or composed.key_map is not None else 0.0
     narrow = NARROW_U if spec.q_dtype in TOP and spec.kv_dtype in TOP else 0.0
     ds = (LAMBDA * np.sqrt(spec.head_dim) * U + 4 * U + hooked) * answer.logit
-    ds = ds + narrow * np.sqrt(-(-spec.head_dim // NARROW_STEP)) * answer.logit
+    ds = ds + narrow * np.sqrt(spec.head_dim) * answer.logit
     sums = LAMBDA * np.sqrt(answer.keys) * U
     weight = 2 * ds + EXP + operand + sums + (operand if composed.value is not None else 0.0)
     tiny = TINY.get(spec.out_dtype, 1e-38)
