@@ -280,7 +280,7 @@ def test_products_of_8_bit_numbers_bitwise(oracle):
 def test_courses_of_scores_in_8_bits(course):
     """Weights are at most what the format holds, however scores rise."""
     s = spec(**E4M3, variant=v.full())
-    case = along(testing.make_case(s, [70, 33], [390, 150], seed=5), course)
+    case = along(testing.make_case(s, [70, 33], [1200, 150], seed=5), course)
     batch = testing.lay_out(case, page_size=16)
     result = testing.run_batch(case, batch, EmulatedHopper(), device="cpu")
     answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv)
