@@ -127,7 +127,7 @@ def test_the_short_way_looks_at_new_addresses_too():
         form=read_form(rules, q, k, v, out, None),
         repeat=lambda addresses, scale, stream: launched.append(addresses),
         current=lambda: 0,
-        page_size=4,
+        unit=4,
         epoch=1,
     )
     runtime = SimpleNamespace(

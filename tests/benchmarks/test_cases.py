@@ -67,7 +67,10 @@ def listed() -> dict[str, list[Shape]]:
         "prefix": prefix.shapes(),
         "sparse": sparse.shapes(),
         "mixed": mixed.shapes(),
-        "prefill": [*prefill.dense(), *prefill.paged(), *prefill.variants(), *prefill.random_shapes(40)],
+        "prefill": [
+            *(*prefill.dense(), *prefill.paged(), *prefill.narrow(), *prefill.variants()),
+            *prefill.random_shapes(40),
+        ],
     }
 
 
@@ -98,7 +101,10 @@ def test_targets_speak_of_cases_that_exist() -> None:
         rows = [
             report.Row(case=s.name, provider=p, version="", us=10.0, nbytes=1, flops=1, error=1e-3)
             for s in made
-            for p in ("attnrt", "attnrt (run)", "attnrt (flat)", "attnrt (gathered)", *peers)
+            for p in (
+                *("attnrt", "attnrt (run)", "attnrt (flat)", prefill.GATHERED, prefill.ONE_LEVEL),
+                *peers,
+            )
         ]
         found, wanted = report.Found(rows), held_to[table](targets.groups_of(made))
         silent = [t.name for t in wanted if t.verdict(found)[1] == "not measured"]

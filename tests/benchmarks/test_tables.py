@@ -77,6 +77,7 @@ def test_a_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     more = []
     if name == "prefill":
         monkeypatch.setattr(module, "paged", lambda: [])
+        monkeypatch.setattr(module, "narrow", lambda: [])
         monkeypatch.setattr(module, "variants", lambda: [])
         monkeypatch.setattr("peers_dense.installed", peers.installed)
         more = ["--no-flex", "--random", "0"]
