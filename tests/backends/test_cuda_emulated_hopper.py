@@ -276,6 +276,26 @@ def test_products_of_8_bit_numbers_bitwise(oracle):
     getattr(testing, oracle)(case, EmulatedHopper())
 
 
+def test_products_of_8_bit_numbers_under_bounds():
+    """Where sums are kept does not depend on where a plan's leaves end: true lengths of which some are multiples of the keys after
+    which they are, under a plan for more, have the bits of the exact plans."""
+    s, most = spec(**{**E4M3, "out_dtype": "float32", "variant": v.full()}), [1300, 600]
+    case = testing.make_case(s, [33, 40], most, seed=5)
+    batch = testing.lay_out(case, page_size=16)
+    true = np.array(most, np.int32)
+    requests = replace(batch.index.requests, bound_kv_lens=true)
+    features = replace(batch.index.features, bound_kv_lens=True)
+    attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
+    attn.plan(replace(batch.index, requests=requests, features=features, max_block=-1))
+    for lens in ([1300, 512], [1024, 400], [512, 513], [1152, 0]):
+        true[:] = lens
+        out, lse = attn.run(batch.q, batch.kv, return_lse=True)
+        cut = {side: tuple(x[:n] for x, n in zip(getattr(case, side), lens, strict=True)) for side in "kv"}
+        short = replace(case, **cut)
+        want = testing.run_batch(short, testing.lay_out(short, page_size=16), EmulatedHopper(), device="cpu")
+        testing.same(want, testing.Result(out=out, lse=lse), f"lengths {lens} under a plan for {most}:")
+
+
 @pytest.mark.parametrize("course", COURSES)
 def test_courses_of_scores_in_8_bits(course):
     """Weights are at most what the format holds, however scores rise."""

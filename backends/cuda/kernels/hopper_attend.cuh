@@ -194,12 +194,13 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     }
     x.offset += L::kTile;
 #pragma unroll 1
-    while (x.offset < x.stop) {
+    for (;;) {
       if constexpr (L::kKeeps) keep(x);
+      if (x.offset >= x.stop) break;
       const int before = x.offset;
       run_plain(x);
-      if (x.offset >= x.stop) break;
       if (L::kKeeps && x.offset > before && x.offset % L::kKeptKeys == 0) continue;
+      if (x.offset >= x.stop) break;
       ATTNRT_TRACE(group_, tile_, 0);
       wait_k(tile_ + 1);
       ATTNRT_TRACE(group_, tile_, 1);
@@ -224,8 +225,8 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     }
   }
 
-  // Before tiles at multiples of kKeptKeys: O is kept, and starts anew with the product that comes next. Where that is
-  // does not depend on where the leaf begins.
+  // Before tiles at multiples of kKeptKeys, whether or not there is such a tile: O is kept, and starts anew with the
+  // product that comes next. Where that is does not depend on where the leaf begins or ends.
   __device__ __forceinline__ void keep(Leaf& x) const {
     if (x.offset % L::kKeptKeys != 0 || !x.add) return;
     keep_sums(this->kept_at(), x.o, x.scale, x.kept);
