@@ -273,8 +273,8 @@ class Attention:
             page * page_size + offset of each row; negative: zeros. An int64 array on the device is read in place, so that a
             capture may hold the call.
         k, v : [rows, num_kv_heads, head_dim], [rows, num_kv_heads, head_dim_vo]; written
-            Both in q's dtype, out's (8-bit numbers are exact there; scales are not applied) or the cache's. v None: K alone, for a
-            cache without V (shared_kv) or one whose V already lies where the new index looks for it.
+            Both in q's dtype, out's (8-bit numbers are exact there; scales are not applied) or the cache's. v None: K alone, for
+            a cache without V (shared_kv) or one whose V already lies where the new index looks for it.
         rope : variant, optional
             ``at.variants.rope(...)``: rotates k by ``positions``, rounded once.
         positions : integers [rows], optional
