@@ -235,7 +235,7 @@ class Attention:
         Parameters
         ----------
         k, v : [rows, num_kv_heads, head_dim], [rows, num_kv_heads, head_dim_vo]
-            In q's dtype or the cache's. v is None with shared_kv.
+            Both in q's dtype, out's or the cache's. v is None with shared_kv.
         kv : as in run; written.
         slots : integers [rows], optional
             page * page_size + offset of each row; negative: skip. None: where the loaded plan has the key at that query's
@@ -261,7 +261,7 @@ class Attention:
         positions: Any = None,
         stream: Any = None,
     ) -> None:
-        """Bring rows of the cache side by side, in q's dtype: what append stored, the other way round.
+        """Bring rows of the cache side by side, in q's or out's dtype: what append stored, the other way round.
 
         Keys that many queries read (a prompt over single tokens or an 8-bit cache) are then fetched, converted and rotated once,
         not for each tile of queries: ``at.formats.gathered(index)`` has the slots, and the index over what is written here.
@@ -273,8 +273,8 @@ class Attention:
             page * page_size + offset of each row; negative: zeros. An int64 array on the device is read in place, so that a
             capture may hold the call.
         k, v : [rows, num_kv_heads, head_dim], [rows, num_kv_heads, head_dim_vo]; written
-            In q's dtype (8-bit numbers are exact there; scales are not applied) or the cache's. v None: K alone, for a cache
-            without V (shared_kv) or one whose V already lies where the new index looks for it.
+            Both in q's dtype, out's (8-bit numbers are exact there; scales are not applied) or the cache's. v None: K alone, for
+            a cache without V (shared_kv) or one whose V already lies where the new index looks for it.
         rope : variant, optional
             ``at.variants.rope(...)``: rotates k by ``positions``, rounded once.
         positions : integers [rows], optional

@@ -35,8 +35,12 @@ def append(
     values = None
     if v_cache is not None:
         values = read_rows(runtime, v, "v", spec.head_dim_vo)
-        if values.shape[0] != rows.shape[0]:
-            raise ArgumentError("v", f"must have k's {rows.shape[0]} rows", values.shape[0])
+        if values.shape[0] != rows.shape[0] or values.dtype is not rows.dtype:
+            raise ArgumentError(
+                "v",
+                f"must have k's {rows.shape[0]} rows and dtype {rows.dtype}",
+                f"{values.dtype} {list(values.shape)}",
+            )
     elif v is not None:
         raise ArgumentError(
             "v", "must be None with shared_kv", type(v).__name__, "V is the start of K's rows"

@@ -48,7 +48,7 @@ def read_cache(runtime: Runtime, x: Any, label: str, dim: int, *, writable: bool
 
 
 def read_rows(runtime: Runtime, x: Any, label: str, dim: int) -> TensorView:
-    """[rows, num_kv_heads, dim] in q's dtype (what a projection gives) or the cache's own."""
+    """[rows, num_kv_heads, dim] in q's or out's dtype (what a projection gives) or the cache's own."""
     spec, rules = runtime.spec, runtime.rules
     if x is None:
         raise ArgumentError(label, f"must be [rows, {spec.num_kv_heads}, {dim}]", "None")

@@ -31,7 +31,8 @@ class AttentionSpec:
     head_dim_vo : int, optional
         Numbers per head of v and out; None: ``head_dim``.
     q_dtype, kv_dtype, out_dtype : dtype name or object
-        bfloat16; None for the last two: the same as q, but for results of 8-bit q, which are bfloat16.
+        bfloat16; None for the last two: the same as q, but for results of 8-bit q, which are bfloat16. CUDA kernels take q in 8
+        bits with K and V in 8 bits; which of these they multiply so, and which in float16, docs/limits.md says.
     variant : variant or tuple of variants
         Applied in order; None: ``full()``.
     sm_scale : float, optional

@@ -392,10 +392,17 @@ CUDA_MUTANTS = (
     ),
     Mutant(
         name="a warpgroup without rows forgets an item without leaves (Hopper)",
-        file=KERNELS + "hopper_attend.cuh",
+        file=KERNELS + "hopper_buffers.cuh",
         old="    int leaf = item.leaf_begin;\n#pragma unroll 1\n    do {",
         new="    int leaf = item.leaf_begin;\n#pragma unroll 1\n    if (leaf < item.leaf_end) do {",
         test=EMULATED_HOPPER + " -k warpgroups_without_rows",
+    ),
+    Mutant(
+        name="sums of 8-bit products are not kept where a leaf ends (Hopper)",
+        file=KERNELS + "hopper_attend.cuh",
+        old="      if constexpr (L::kKeeps) keep(x);\n      if (x.offset >= x.stop) break;\n",
+        new="      if (x.offset >= x.stop) break;\n      if constexpr (L::kKeeps) keep(x);\n",
+        test=EMULATED_HOPPER + " -k under_bounds",
     ),
     Mutant(
         name="the rest of a page is not cleared (Hopper)",

@@ -385,13 +385,6 @@ inline void st_matrices(u32 a, u32 x0, u32 x1, u32 x2, u32 x3) {
     memcpy(emu::at(row + lane % 4 * 4), &x[i], 4);
   }
 }
-inline void ld_matrices(u32 (&x)[4], u32 a) {
-  const u32 lane = emu::self->tid % 32;
-  for (u32 i = 0; i < 4; ++i) {
-    const u32 row = __shfl_sync(0xffffffffu, a, 8 * i + lane / 4);
-    memcpy(&x[i], emu::at(row + lane % 4 * 4), 4);
-  }
-}
 inline void ld_matrices_turned(u32 (&x)[4], u32 a) {
   const u32 lane = emu::self->tid % 32;
   for (u32 i = 0; i < 4; ++i) {
@@ -631,8 +624,9 @@ struct WgmmaChain {
     }
   }
 };
-template <int N, int kSteps>
-struct WgmmaE4m3 {
+template <int N>
+struct WgmmaChainE4m3 {
+  static constexpr int kSteps = 4;
   template <class A>
   static void multiply(float* d, A a, u64 b, bool add) {
     const int t = emu::self->tid % 4;
@@ -687,10 +681,6 @@ struct WgmmaE4m3 {
     });
   }
 };
-template <int N>
-using WgmmaChainE4m3 = WgmmaE4m3<N, 4>;
-template <int N>
-using WgmmaPairE4m3 = WgmmaE4m3<N, 2>;
 }  // namespace ptx
 }  // namespace attnrt
 inline void __syncthreads() { attnrt::ptx::bar_sync(16, (unsigned)emu::fibers.size()); }

@@ -93,6 +93,10 @@ def test_refuses(backend, name):
 
 
 def test_refuses_other_arrays(backend):
+    attn = make(backend, kv_dtype="float16", out_dtype="float32")
+    both, halves = caches(attn, 5, 4), rows(4, attn)[1].astype(np.float16)
+    with pytest.raises(at.ArgumentError, match="v must have k's 4 rows and dtype float32; got float16"):
+        attn.append(rows(4, attn)[0], halves, both, slots=[0, 1, 2, 3])
     attn = make(backend)
     kv, (k, values) = caches(attn, 5, 4), rows(4, attn)
     slots = [0, 1, 2, 3]
@@ -116,6 +120,19 @@ def test_refuses_other_arrays(backend):
     with pytest.raises(at.ArgumentError, match="k must have the loaded plan's 3 rows"):
         attn.append(k, values, tuple(tokens(cache, "NHD") for cache in kv))
     assert all((cache == 7.0).all() for cache in kv)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_rows_in_outs_dtype(backend, out_dtype):
+    """Queries of 8 bits say nothing of what a projection gives: rows come as out does, and are rounded as those in q's dtype."""
+    attn = make(backend, q_dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", out_dtype=out_dtype)
+    kv, kind = caches(attn, 5, 4), as_dtype("float8_e4m3fn").numpy
+    k, values = (RNG(3).standard_normal((4, *cache.shape[2:])) for cache in kv)
+    k, values = (x.astype(as_dtype(out_dtype).numpy) for x in (k, values))
+    attn.append(k, values, kv, slots=[19, 0, 7, 3])
+    for cache, new in zip(kv, (k, values), strict=True):
+        flat = tokens(cache, "NHD")[[19, 0, 7, 3]]
+        np.testing.assert_array_equal(flat.astype(np.float32), new.astype(kind).astype(np.float32))
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])

@@ -111,13 +111,26 @@ def equal(got, want):
         np.testing.assert_array_equal(a.view(bits), b.view(bits), err_msg=name)
 
 
+#: Of rows and of the cache. Rows come in float32 where the result of a run does, in 8 bits where q does.
 DTYPES = [
     ("bfloat16", "bfloat16"),
     ("float16", "float16"),
     ("bfloat16", "float8_e4m3fn"),
     ("float16", "float8_e5m2"),
+<<<<<<< HEAD
     ("float8_e4m3fn", "float8_e4m3fn"),
+=======
+    ("float32", "float8_e4m3fn"),
+    ("float8_e5m2", "float8_e4m3fn"),
+>>>>>>> review
 ]
+
+
+def types(row_dtype, kv_dtype):
+    """Fields of a spec that takes such rows."""
+    q_dtype = kv_dtype if row_dtype == "float32" else row_dtype
+    out_dtype = "bfloat16" if row_dtype.startswith("float8") else row_dtype
+    return {"q_dtype": q_dtype, "kv_dtype": kv_dtype, "out_dtype": out_dtype}
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
@@ -127,11 +140,17 @@ def test_stores_what_the_cpu_stores(dtypes, rows_in, kv_layout):
     q_dtype, kv_dtype = dtypes
     fp8 = kv_dtype.startswith("float8")
     variant = (v.causal(), v.fp8_scales()) if fp8 else v.causal()
+<<<<<<< HEAD
     cuda, cpu = both(q_dtype=q_dtype, kv_dtype=kv_dtype, kv_layout=kv_layout, variant=variant)
     kind = {"q": q_dtype, "cache": kv_dtype, "results": cuda.spec.out_dtype}[rows_in]
     k, values = numbers(cuda.spec, np.random.default_rng(), 7, kind, 100.0 if fp8 else 1.0)
     scales = (
         {"k_scale": np.array([0.5, 3.0], np.float32), "v_scale": 0.25} if fp8 and kind != kv_dtype else {}
+=======
+    cuda, cpu = both(**types(*dtypes), kv_layout=kv_layout, variant=variant)
+    k, values = numbers(
+        cuda.spec, np.random.default_rng(), 7, q_dtype if rows_in == "q" else kv_dtype, 100.0 if fp8 else 1.0
+>>>>>>> review
     )
     index = at.formats.paged([0, 1, 4, 7], [0, 1, 3, 5], [4, 0, 8, 2, 3], [3, 20, 30], 16)
     for where in ({}, {"slots": np.array([5, -1, 143, 0, 77, 16, 31])}):
@@ -198,9 +217,7 @@ GATHERED = [(64, 48), (72, 20)]  # rows of 16-byte pieces, and others
 def test_gathers_what_the_cpu_gathers(dtypes, rows_in, kv_layout, dims):
     """Rows of both caches, in memory that another array surrounds."""
     q_dtype, kv_dtype = dtypes
-    cuda, cpu = both(
-        q_dtype=q_dtype, kv_dtype=kv_dtype, kv_layout=kv_layout, head_dim=dims[0], head_dim_vo=dims[1]
-    )
+    cuda, cpu = both(**types(*dtypes), kv_layout=kv_layout, head_dim=dims[0], head_dim_vo=dims[1])
     rng, s = np.random.default_rng(), cuda.spec
     kv = [(rng.standard_normal(x.shape) * 40).astype(np.float32).astype(x.dtype) for x in caches(s)]
     slots = np.concatenate([[5, -1, 143, 0, 77, 16, 31], rng.integers(0, 144, 30)])

@@ -277,6 +277,26 @@ def test_products_of_8_bit_numbers_bitwise(oracle):
     getattr(testing, oracle)(case, EmulatedHopper())
 
 
+def test_products_of_8_bit_numbers_under_bounds():
+    """Where sums are kept does not depend on where a plan's leaves end: true lengths of which some are multiples of the keys
+    after which they are, under a plan for more, have the bits of the exact plans."""
+    s, most = spec(**{**E4M3, "out_dtype": "float32", "variant": v.full()}), [1300, 600]
+    case = testing.make_case(s, [33, 40], most, seed=5)
+    batch = testing.lay_out(case, page_size=16)
+    true = np.array(most, np.int32)
+    requests = replace(batch.index.requests, bound_kv_lens=true)
+    features = replace(batch.index.features, bound_kv_lens=True)
+    attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
+    attn.plan(replace(batch.index, requests=requests, features=features, max_block=-1))
+    for lens in ([1300, 512], [1024, 400], [512, 513], [1152, 0]):
+        true[:] = lens
+        out, lse = attn.run(batch.q, batch.kv, return_lse=True)
+        cut = {side: tuple(x[:n] for x, n in zip(getattr(case, side), lens, strict=True)) for side in "kv"}
+        short = replace(case, **cut)
+        want = testing.run_batch(short, testing.lay_out(short, page_size=16), EmulatedHopper(), device="cpu")
+        testing.same(want, testing.Result(out=out, lse=lse), f"lengths {lens} under a plan for {most}:")
+
+
 @pytest.mark.parametrize("course", COURSES)
 def test_courses_of_scores_in_8_bits(course):
     """Weights are at most what the format holds, however scores rise."""
@@ -286,6 +306,25 @@ def test_courses_of_scores_in_8_bits(course):
     result = testing.run_batch(case, batch, EmulatedHopper(), device="cpu")
     answer = testing.oracle_answer(s, batch.index, batch.q, batch.kv)
     testing.compare(s, answer, result.out, result.lse)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sm_scale", [None, -0.1, 0.0])
+@pytest.mark.parametrize("types", ["bfloat16", "e4m3"])
+def test_scores_that_are_scaled_alone(types, sm_scale, masked):
+    """By a number of each head, whatever the sign of sm_scale: part of what makes scores exponents."""
+    own = E4M3 if types == "e4m3" else {"head_dim": 128}
+    variant = (v.custom_mask() if masked else v.causal(), v.fp8_scales(q_scale=0.5), v.sink_logits(-1.0))
+    s, rng = spec(**own, sm_scale=sm_scale, variant=variant), np.random.default_rng(4)
+    case = testing.make_case(s, [70, 33], [300, 150], seed=5)
+    batch = testing.lay_out(case, page_size=16)
+    masks = [rng.random(x) < 0.8 for x in ((70, 300), (33, 150))]
+    index = at.formats.tree(batch.index, mask=masks) if masked else batch.index
+    attn = at.Attention(s, backend=EmulatedHopper(), device="cpu")
+    plan = attn.plan(index)
+    scales = {"k_scale": np.array([0.25, 3.0], np.float32), "v_scale": 2.0}
+    out, lse = attn.run(batch.q, batch.kv, return_lse=True, **scales)
+    testing.check(plan, batch.q, batch.kv, out, lse, **scales)
 
 
 def test_queries_in_8_bits_at_odd_addresses():

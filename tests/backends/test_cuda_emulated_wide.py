@@ -200,11 +200,13 @@ def raised(ctx, d, o):
     return o + 3.0 + at.variants.to_float(d)
 
 
+@pytest.mark.parametrize("sink", [0.5, 300.0])
 @pytest.mark.parametrize("kernel", ["tile", "decode", "hopper"])
-def test_no_output_hook_touches_the_empty_set(kernel):
-    """Rows without keys are 0 and -inf, whoever finishes them: an item, the merge, or for padding nobody's item."""
+def test_no_output_hook_touches_the_empty_set(kernel, sink):
+    """Rows without keys are 0 and -inf, whoever finishes them: an item, the merge, or for padding nobody's item. Those whose keys
+    weigh nothing beside a sink are not among them."""
     backend = {"tile": EmulatedCuda(False), "decode": EmulatedCuda(), "hopper": EmulatedHopper(1)}[kernel]
-    s = spec(variant=(v.causal(), v.sink_logits(0.5), raised), out_dtype="float32")
+    s = spec(variant=(v.causal(), v.sink_logits(sink), raised), out_dtype="float32")
     attn = at.Attention(s, backend=backend, device="cpu")
     rng = np.random.default_rng(7)
     k, value = (rng.standard_normal((900, 1, 64)).astype(as_dtype("bfloat16").numpy) for _ in "kv")

@@ -33,6 +33,9 @@ __device__ __forceinline__ FinishRow finish_head(const ParamRef* params, const C
     l = f.l;
   }
   row.inverse = empty ? 0.0f : __fmul_rn(scale, ptx::rcp(l));
+  if constexpr (Variant::has_sink && Variant::has_output) {
+    if (!empty) row.inverse = fmaxf(row.inverse, 0x1p-126f);  // all keys may weigh nothing beside the sink
+  }
   row.lse = empty ? neg_inf() : __fmul_rn(__fadd_rn(m, ptx::lg2(l)), kLn2);
   return row;
 }

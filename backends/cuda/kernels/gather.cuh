@@ -5,7 +5,7 @@
 
 namespace attnrt {
 
-// 16 bytes of a cache's row in the rows' type.
+// 16 bytes of a cache's row in the rows' type: the same, or 16 bits for 8.
 template <Dtype From, Dtype To>
 __device__ __forceinline__ void put_piece(const uint4& x, typename Bits<To>::type* to) {
   if constexpr (From == To) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void gather_row(const PagedKv& kv, long long slot, bo
   constexpr int kPiece = 16 / kBytes<From>, kPieces = (kDim - kFirst) / kPiece, kAhead = 4;
   const Stored* from = reinterpret_cast<const Stored*>(kv.ptr);
   Row* to = reinterpret_cast<Row*>(row);
-  if constexpr (kFirst == 0 && kDim % kPiece == 0 && (From == To || kBytes<From> == 1)) {
+  if constexpr (kFirst == 0 && kDim % kPiece == 0 && (From == To || (kBytes<From> == 1 && kBytes<To> == 2))) {
     const bool lines = ((reinterpret_cast<unsigned long long>(row) | stride_head * kBytes<To>)&15) == 0;
     if (there && kv.vectors && lines) {
       for (int first = lane; first < heads * kPieces; first += 32 * kAhead) {

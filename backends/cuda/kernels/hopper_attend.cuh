@@ -17,7 +17,9 @@
 // order of n, the quad adds at the end of the leaf. Weights are 2^(s c - m c), where m is the largest s of a tile
 // before or of this one, and no weight exceeds 2^8 (hopper_softmax.cuh): no bit depends on other rows, on the loader,
 // on keys past the last visible one (they add 0 under an unchanged maximum) or on whether the multiplication by a
-// shrink factor of 1 is skipped.
+// shrink factor of 1 is skipped. Products of 8-bit numbers: weights are 2^(s c - m c + 8), at most 2^8.5, summed in
+// float32 before they are rounded to e4m3; where Config::two_level says so the product of each tile that ends at a
+// multiple of 512 keys, and each leaf's first one, begins a sum of its own (hopper_kept.cuh).
 #pragma once
 #include "hopper_buffers.cuh"
 #include "hopper_rewrite.cuh"
@@ -30,8 +32,7 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
   using L = HopperLayout<Config, Variant>;
   using Base = HopperBuffers<Config, Variant, Loader>;
   using Base::bar, Base::open_pass, Base::release, Base::release_queries, Base::wait_k, Base::wait_v;
-  using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::kWords, Base::lane_,
-      Base::warp_;
+  using Base::base_, Base::close_leaf, Base::group_, Base::kH, Base::kO, Base::kS, Base::kWords, Base::lane_;
   using Base::idle_, Base::find_spoken, Base::look_at_spoken, Base::mask_own, Base::negate_, Base::runs_, Base::rescale,
       Base::results, Base::seen_end_, Base::tile_, Base::weights, Base::whole_begin_, Base::whole_end_;
   using Base::load_rows, Base::logits, Base::look, Base::meta_, Base::p_, Base::pass_, Base::record;
@@ -194,12 +195,13 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     }
     x.offset += L::kTile;
 #pragma unroll 1
-    while (x.offset < x.stop) {
+    for (;;) {
       if constexpr (L::kKeeps) keep(x);
+      if (x.offset >= x.stop) break;
       const int before = x.offset;
       run_plain(x);
-      if (x.offset >= x.stop) break;
       if (L::kKeeps && x.offset > before && x.offset % L::kKeptKeys == 0) continue;
+      if (x.offset >= x.stop) break;
       ATTNRT_TRACE(group_, tile_, 0);
       wait_k(tile_ + 1);
       ATTNRT_TRACE(group_, tile_, 1);
@@ -224,8 +226,8 @@ class HopperConsumer : public HopperBuffers<Config, Variant, Loader> {
     }
   }
 
-  // Before tiles at multiples of kKeptKeys: O is kept, and starts anew with the product that comes next. Where that is
-  // does not depend on where the leaf begins.
+  // Before tiles at multiples of kKeptKeys, whether or not there is such a tile: O is kept, and starts anew with the
+  // product that comes next. Where that is does not depend on where the leaf begins or ends.
   __device__ __forceinline__ void keep(Leaf& x) const {
     if (x.offset % L::kKeptKeys != 0 || !x.add) return;
     keep_sums(this->kept_at(), x.o, x.scale, x.kept);

@@ -8,10 +8,12 @@
 
 namespace attnrt {
 
-// Each of kThreads threads keeps its own numbers, 16 bytes side by side for neighbours. `at`: of the thread's first.
+// Each of 256 threads (two warpgroups) keeps its own numbers, 16 bytes side by side for neighbours. `at`: of the
+// thread's first.
 constexpr int kKeptStride = 256 * 16;
 
-// kept = kept * scale + o, or o if nothing is kept yet; registers 4j and 4j + 1 are of the thread's first row.
+// kept = kept * scale + o, of nothing 0 * scale + o, as add_kept has it: zeros that a row does not see would else have
+// a say in signs. Registers 4j and 4j + 1 are of the thread's first row.
 template <int kN>
 __device__ __forceinline__ void keep_sums(unsigned at, const float (&o)[kN], const float (&scale)[2], bool kept) {
 #pragma unroll

@@ -113,6 +113,7 @@ struct HopperLayout {
   static constexpr int kOffsetV = kOffsetK + kStages * kBytesK;
   // Float32 sums of 8-bit products (hopper_kept.cuh), and the keys after which O goes there.
   static constexpr bool kKeeps = kNarrow && Config::two_level;
+  static_assert(!kKeeps || kGroups == 2, "kKeptStride");
   static constexpr int kBytesKept = kKeeps ? 128 * kGroups * kDimVo / 2 * 4 : 0;
   static constexpr int kKeptKeys = 512;
   static constexpr int kOffsetKept = kOffsetV + kStages * kBytesV;

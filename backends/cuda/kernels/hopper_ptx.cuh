@@ -140,15 +140,6 @@ ATTNRT_DEV void tma_prefetch_4d(const void* map, int c0, int c1, int c2, int c3)
                : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit numbers as operands of a product: lane i brings the address of row i % 8 of matrix
-// i / 8, and gets columns 2 (i % 4) and 2 (i % 4) + 1 of row i / 4 of each.
-ATTNRT_DEV void ld_matrices(u32 (&x)[4], u32 addr) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(addr)
-               : "memory");
-}
-
 // Four 8 x 8 matrices of 16-bit numbers, each transposed, as the fragments of a product: lane i brings the address of
 // row i % 8 of matrix i / 8, and gets rows 2 (i % 4) and 2 (i % 4) + 1 of column i / 4 of each.
 ATTNRT_DEV void ld_matrices_turned(u32 (&x)[4], u32 addr) {

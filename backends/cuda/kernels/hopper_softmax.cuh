@@ -28,8 +28,8 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
   static constexpr bool kBehind = L::kNarrow;
   static constexpr bool kMaximaByBits = kO > 32 || L::kGroups > 2;
   // Pairs of weights of a thread. Beside a softmax other things may be done, because exponentials are issued at an
-  // eighth of a warp's rate: raise and weights call beside(-1, 0) before they begin, beside(n, x) before pair n, where
-  // x is a weight of the one before.
+  // eighth of a warp's rate: raise calls beside(-1, 0) before it begins, both call beside(n, x) before pair n, where x
+  // is a weight of the one before.
   static constexpr int kPairs = kS / 2;
   struct Alone {
     __device__ __forceinline__ void operator()(int, float) const {}
@@ -339,7 +339,7 @@ class HopperSoftmax : public HopperMasks<Config, Variant> {
     for (int half = 0; half < 2; ++half) l[half] = __fmaf_rn(l[half], shrink[half], sum[half]);
   }
 
-  // What exponents subtract where the maximum is that, as an exponent of 2.
+  // What exponents subtract under a maximum of x, both as exponents of 2: weights in 8 bits begin at 2^kLift (settle).
   static constexpr float kLift = 8.0f;
   __device__ __forceinline__ static float lifted(float x) { return L::kNarrow ? __fsub_rn(x, kLift) : x; }
 
