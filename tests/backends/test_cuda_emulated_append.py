@@ -117,12 +117,9 @@ DTYPES = [
     ("float16", "float16"),
     ("bfloat16", "float8_e4m3fn"),
     ("float16", "float8_e5m2"),
-<<<<<<< HEAD
     ("float8_e4m3fn", "float8_e4m3fn"),
-=======
     ("float32", "float8_e4m3fn"),
     ("float8_e5m2", "float8_e4m3fn"),
->>>>>>> review
 ]
 
 
@@ -140,17 +137,11 @@ def test_stores_what_the_cpu_stores(dtypes, rows_in, kv_layout):
     q_dtype, kv_dtype = dtypes
     fp8 = kv_dtype.startswith("float8")
     variant = (v.causal(), v.fp8_scales()) if fp8 else v.causal()
-<<<<<<< HEAD
-    cuda, cpu = both(q_dtype=q_dtype, kv_dtype=kv_dtype, kv_layout=kv_layout, variant=variant)
+    cuda, cpu = both(**types(*dtypes), kv_layout=kv_layout, variant=variant)
     kind = {"q": q_dtype, "cache": kv_dtype, "results": cuda.spec.out_dtype}[rows_in]
     k, values = numbers(cuda.spec, np.random.default_rng(), 7, kind, 100.0 if fp8 else 1.0)
     scales = (
         {"k_scale": np.array([0.5, 3.0], np.float32), "v_scale": 0.25} if fp8 and kind != kv_dtype else {}
-=======
-    cuda, cpu = both(**types(*dtypes), kv_layout=kv_layout, variant=variant)
-    k, values = numbers(
-        cuda.spec, np.random.default_rng(), 7, q_dtype if rows_in == "q" else kv_dtype, 100.0 if fp8 else 1.0
->>>>>>> review
     )
     index = at.formats.paged([0, 1, 4, 7], [0, 1, 3, 5], [4, 0, 8, 2, 3], [3, 20, 30], 16)
     for where in ({}, {"slots": np.array([5, -1, 143, 0, 77, 16, 31])}):
