@@ -121,7 +121,7 @@ HOPPER_SPECS = {
         {"variant": (v.causal(), v.sliding_window(300), v.softcap(20.0))},
         (60, 56, 132, 104),
     ),
-    "alibi": ({"variant": (v.causal(), v.alibi())}, (16, 12, 32, 20)),
+    "alibi": ({"variant": (v.causal(), v.alibi())}, (16, 4, 32, 20)),
     # What spills lies at the ends of the loop over tiles, nothing in it.
     "mask": ({"variant": (v.custom_mask(),)}, (44, 32, 108, 96)),
     # 512 threads of 128 registers at entry: the consumers have 200 or 192.

@@ -130,8 +130,8 @@ struct HopperLayout {
       kBytes<Config::out_type> == 2 && !kTurns && (kWorkedOut || !Variant::reads_index_mask);
   // They are written among the exponentials of the next pass's first tile in forms whose registers have room for it.
   static constexpr bool kLate = kStaged && kDim == kDimVo && kDim <= 128 && Variant::mask_is_interval &&
-                                Variant::use_softmax && (!Variant::has_logits || kLinear) &&
-                                !Variant::reads_index_mask && !Variant::has_output && !kRewrites && !Config::folds;
+                                Variant::use_softmax && !Variant::has_logits && !Variant::reads_index_mask &&
+                                !Variant::has_output && !kRewrites && !Config::folds;
   __device__ __forceinline__ static int table(int pass) { return pass & (kTables - 1); }
 };
 
