@@ -161,7 +161,7 @@ def test_rewritten_tiles(name):
 
 
 @pytest.mark.parametrize("oracle", ["poison", "batch_invariance", "workers"])
-@pytest.mark.parametrize("name", ["e4m3", "rope", "e4m3 of e4m3"])
+@pytest.mark.parametrize("name", ["e4m3", "rope", "e4m3 of e4m3", "full, float32 of e4m3"])
 def test_rewritten_tiles_bitwise(name, oracle):
     case = testing.make_case(spec(**REWRITTEN[name]), *LENGTHS)
     if oracle == "workers":
